@@ -119,7 +119,7 @@ def last_step(config: Config) -> int:
 
 
 def sequences_per_step(config: Config, world_size: int | None) -> int | None:
-    """Return the sequences of a step over all ranks, None if out of range. Without `world_size`: the fewest possible."""
+    """Return the sequences of a step over all ranks, None if out of range. Without `world_size`: a lower bound."""
     if not _can_divide(config):
         return None
     asked = config.training.global_batch_size

@@ -1,7 +1,7 @@
-"""Read the command line: `FILE` or `--config FILE`, and flags, dotted paths of TOML keys, which win over the file.
+"""Read the command line: `FILE` or `--config FILE`, and flags. A flag is a dotted TOML key, and wins over the file.
 
-Booleans take `--x`, `--x=false` and `--x true` alike, lists several words, or one as TOML has it. All bad flags are
-reported at once, with what is wrong in the file.
+Booleans take `--x`, `--x=false` and `--x true`. Lists take several words, or one word in TOML syntax. All bad flags are
+reported at once, together with the errors of the file.
 """
 
 import os
@@ -28,25 +28,25 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
     """Read the config file that the arguments `argv` name, and apply the flags.
 
     Returns:
-        The config, as if wrong keys and values were not given, and what is wrong with them. Values are not yet checked
-        against each other.
+        The config without wrong keys and values, and the problems with these. Values are not yet checked against each
+        other.
 
     Raises:
-        ConfigError: there is not one file, or it is missing or not TOML.
-        SystemExit: with 0, after `--help`, whose page begins with `usage`, as "train.py FILE".
+        ConfigError: no file or several files are named, or the file is missing or not TOML.
+        SystemExit: with 0, after printing the page of `--help`. It begins with `usage`, such as "train.py FILE".
     """
     if broken := [a for a in argv if not a.isascii() and any("\ud800" <= letter <= "\udfff" for letter in a)]:
         fix = "write it in UTF-8, and rename the file if it is the name of one"
         raise ConfigError(describe("command line", [Problem(a, "", "a word in UTF-8", fix) for a in broken]))
     answer_help(argv, usage)
     try:
-        os.getcwd()  # of a folder that was deleted, whatever looks for a file would fail in a way of its own
+        os.getcwd()  # in a deleted folder, every search for a file would fail with another message
     except OSError as error:
         saw, want = error.strerror or str(error), "one that exists"
         raise ConfigError.of("this process", "working directory", saw, want, "cd to another") from None
     flags = _flags(argv)
     files = flags.pop("config", [])
-    is_named = files not in ([], [""])  # "" as of a variable that is not set
+    is_named = files not in ([], [""])  # "": an unset shell variable
     unread: tuple[str, ...] = ()
     config, problems = Config(), Problems(Origin("".join(files)))
     try:
@@ -67,7 +67,7 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
 
 
 def answer_help(argv: Sequence[str], usage: str) -> None:
-    """Print a help page and exit with 0, if one is asked for: of a section, or the list of sections.
+    """If `argv` asks for help, print the page of a section, or the list of sections, and exit with 0.
 
     Raises:
         ConfigError: there is no such section.
@@ -87,7 +87,7 @@ def answer_help(argv: Sequence[str], usage: str) -> None:
 
 
 def _flags(args: Sequence[str]) -> dict[str, list[str]]:
-    """Group arguments by flag. A single dash begins a negative number, not a flag; the last of equal flags wins."""
+    """Group arguments by flag. A single dash begins a negative number, not a flag. The last of repeated flags wins."""
     flags: dict[str, list[str]] = {}
     key = ""
     for arg in args:
@@ -113,13 +113,13 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_flag_without_dashes(arg: str, first: bool) -> bool:
-    """Tell whether a word is `training.steps=5` or `-training.steps`; a bare key may be meant as the `first` value."""
+    """Return whether a word is a flag without its dashes (`training.steps=5`). A `first` bare key may be a value."""
     name, has_value, _ = arg.lstrip("-").partition("=")
     return name.replace("-", "_") in schema_keys() and (bool(has_value) or arg.startswith("-") or not first)
 
 
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
-    """Return `config` with the flags applied; unknown keys and wrong words are problems."""
+    """Return `config` with the flags applied. Unknown keys and wrong values are added to `problems`."""
     for key, words in flags.items():
         hint, saw, (section, _, name) = schema_keys().get(key), " ".join(words), key.partition(".")
         if hint is None:
@@ -142,7 +142,7 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
 
 
 def _key_that_was_meant(key: str, words: list[str]) -> tuple[str, str]:
-    """Return what is wanted in the place of a flag that is no key, and the key that was probably meant."""
+    """Return two parts of the message about an unknown flag: the legal keys, and the key that was probably meant."""
     section, positive = key.partition(".")[0], key.removeprefix("no_").replace(".no_", ".")
     own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
     want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"
@@ -150,7 +150,7 @@ def _key_that_was_meant(key: str, words: list[str]) -> tuple[str, str]:
         return want, "did you mean --config?"
     if positive != key and schema_keys().get(positive) is bool:
         return want, f"--{positive} false"
-    if (answer_to_key(key) or "").startswith("use "):  # of torchtitan's: nothing is there to convert
+    if (answer_to_key(key) or "").startswith("use "):  # torchtitan's; `titanlite convert` takes no flags
         value = _value_of_flag(bool | int | float | str, words[:1] or ["true"])
         return want, re.sub(r"(\w+\.\w+) = ", r"--\1 ", TorchtitanConfig({key: value}).answer(key))
     meant = None if key in sections() else suggest_key(key)
@@ -158,11 +158,11 @@ def _key_that_was_meant(key: str, words: list[str]) -> tuple[str, str]:
 
 
 def _value_of_flag(hint: Any, words: list[str]) -> Any:
-    """Return the value that a flag's words say, or raise ValueError; "None" is of a key that need not be given."""
+    """Convert the words of a flag to its type, or raise ValueError. "None" is legal if the type includes None."""
     options = options_of(hint)
     if get_origin(hint) is tuple:
         text = ",".join(words)
-        if text.startswith("[") and text.endswith("]"):  # as TOML has it, with or without what the shell took away
+        if text.startswith("[") and text.endswith("]"):  # TOML syntax; the shell may have removed its quotes
             text = text[1:-1]
         return tuple(part for p in text.split(",") if (part := p.strip(" \"'")))
     (word,) = words or (["true"] if hint is bool else [])
@@ -174,6 +174,6 @@ def _value_of_flag(hint: Any, words: list[str]) -> Any:
         if option is bool and word.lower() in ("true", "false"):
             return word.lower() == "true"
         with suppress(ValueError):
-            if option is float or (option is int and int(word).bit_length() < 64):  # as a file may say no more
+            if option is float or (option is int and int(word).bit_length() < 64):  # the limit of a file, too
                 return option(word)
     raise ValueError(word)

@@ -1,4 +1,4 @@
-"""Read the config.json of a folder of weights: make the recipe of its model, and compare it with a config's.
+"""Read the config.json of a folder of weights, make a model recipe from it, and compare this with a config's model.
 
 `architectures.py` decides which keys are used and which are refused. Tensors are compared when they are loaded.
 """
@@ -24,9 +24,9 @@ _OTHER = "name another folder: titanlite has no such model"
 
 
 def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] | None:
-    """Return the architecture and dimensions of a folder's model; None, with problems, if titanlite computes no such.
+    """Return the architecture and dimensions of the model in the folder `path`.
 
-    `key` names the folder in messages.
+    If titanlite cannot compute this model, add problems at the config key `key`, and return None.
     """
     file = Path(os.path.expanduser(path)) / "config.json"
     try:
@@ -55,7 +55,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         theirs_of = {of.ours: name for name, of in layout.fields.items() if of.ours} | {"head_dim": "head_dim"}
         odd: list[str] = []
         for problem in own.found():
-            name = theirs_of.get(problem.where) or problem.where.partition(".")[0]  # of a table as rope_scaling
+            name = theirs_of.get(problem.where) or problem.where.partition(".")[0]  # a table, as rope_scaling
             odd.append(f"{name} (it says {_value_said(theirs.get(name))}, which is not {problem.want})")
         problems.add(key, show(path), f"a config.json with another value as {', '.join(odd)}", _OTHER)
         return None
@@ -63,7 +63,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
     ours["layer_types"] = layer_types(recipe)
     differ = [k for k, value in theirs.items() if value != ours.get(k, value) and (value or ours[k])]  # null is false
     wrong = [f"{name} = {ours[name]} (it says {theirs[name]})" for name in differ]
-    unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
+    unknown = [name for name, value in theirs.items() if name not in ours and value]  # a false one has no effect
     if wrong:
         want = f"a {layout.model_type} as titanlite computes it, with {', '.join(wrong)}"
         problems.add(key, show(path), want, _OTHER)
@@ -75,7 +75,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
 
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json of any release of transformers says, with its defaults."""
+    """Normalise the config.json of any transformers release: add defaults, unify names, drop keys without effect."""
     layout = ARCHITECTURES[architecture]
     left_out, ignored = _left_out(layout), layout.ignored
     theirs = {**left_out, **content}
@@ -102,14 +102,14 @@ def _left_out(layout: Architecture) -> dict[str, Any]:
 
 
 def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
-    """Say rotary positions, of layers `of_two_kinds` or of all, by `rope_theta` and `rope_scaling`."""
+    """Unify all keys of rotary positions to `rope_theta` and `rope_scaling`; `of_two_kinds`: local layers differ."""
     both, former = (cast(dict[str, Any], theirs.pop(key, None) or {}) for key in ("rope_parameters", "rope_scaling"))
     full, local = former or both, dict[str, Any]()
     if of_two_kinds or ("full_attention" in both and "layer_types" in theirs):
         kinds = ("full_attention", "sliding_attention")
         full, local = (cast(dict[str, Any], both.pop(kind, None) or {}) for kind in kinds)
         full = {**full, **former}
-        theirs |= {"rope_parameters": both} if both else {}  # of no kind of layers
+        theirs |= {"rope_parameters": both} if both else {}  # keys for neither kind of layers
     beside = theirs.pop("partial_rotary_factor", None), theirs.pop("original_max_position_embeddings", None)
     scalings = [_scaling(kind, *beside, theirs.get("max_position_embeddings")) for kind in (full, local)]
     theirs["rope_scaling"] = next(filter(None, scalings), None)
@@ -119,10 +119,10 @@ def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
 
 
 def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, longest: object) -> dict[str, Any] | None:
-    """Return the scaling of rotary positions; None if there is none."""
+    """Return the scaling of rotary positions, or None. `part`, `length`, `longest`: values of keys outside `rope`."""
     kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", part)
     scaling = {"rope_type": kind}
-    if kind != "default":  # which makes nothing of other keys
+    if kind != "default":  # "default" ignores other keys
         scaling |= {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
     if kind == "llama3":
         scaling["original_max_position_embeddings"] = length or rope.get("original_max_position_embeddings", longest)
@@ -134,7 +134,7 @@ def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, lo
 
 
 def model_of(config: Config, origin: Origin) -> ModelDims:
-    """Make the recipe of a run's initial weights; raise ConfigError if they are of another model, or not given."""
+    """Make the recipe of a run's initial weights. Raise ConfigError if none are given, or those of another model."""
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     if not path:
         want = f"{KEY} as well: the folder whose config.json has the dimensions"
@@ -149,7 +149,7 @@ def model_of(config: Config, origin: Origin) -> ModelDims:
 
 
 def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> None:
-    """Raise ConfigError, with all that differs, if the folder of initial weights is none or of another model."""
+    """Raise a ConfigError with all differences if the folder of initial weights is missing or has another model."""
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     recipe = _of_config(config, path, problems)
     problems.raise_all()
@@ -169,11 +169,11 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
 
 
 def _value_said(value: object) -> str:
-    return show(value) or str(value)  # of a table
+    return show(value) or str(value)  # str for a table, of which `show` returns ""
 
 
 def check_weight_files(path: str, problems: Problems, key: str) -> None:
-    """Add that files with the weights of a folder are missing, or that their index is damaged."""
+    """Add a problem if files of weights are missing from a folder, or if their index is damaged."""
     try:
         folder = Path(os.path.expanduser(path))
         if missing := [file.name for file in weight_files(folder) if not file.is_file()]:
@@ -184,7 +184,7 @@ def check_weight_files(path: str, problems: Problems, key: str) -> None:
 
 
 def _of_config(config: Config, path: str, problems: Problems) -> ModelDims | None:
-    """Make the recipe of a folder's model, if it is of a config's architecture."""
+    """Return the recipe of a folder's model. If the config has another architecture, add a problem and return None."""
     if config.model.file:
         want = "a shipped architecture: what the weights of others are called there is not known"
         problems.add("model.file", show(config.model.file), want, f"remove it, or {KEY}")
@@ -204,7 +204,7 @@ _UNREADABLE = (OSError, *MALFORMED)
 
 
 def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -> None:
-    """Add that a path is of no folder in Hugging Face's layout, and what was probably meant."""
+    """Add the problem that `path` is no folder in Hugging Face's layout, with advice on what was probably meant."""
     folder = Path(os.path.expanduser(path))
     saw = show(path)
     if isinstance(error, FileNotFoundError) and os.path.isdir(folder) and not (folder / "config.json").exists():

@@ -1,8 +1,8 @@
-"""Write the config of titanlite that a config of torchtitan means.
+"""Convert a config of torchtitan to a config of titanlite with the same meaning.
 
-`torchtitan_config.py` says what each key is here. What has a counterpart is a line, with a comment where its name,
-default or meaning differs; what has none is a comment with the reason; what asks for nothing is left out and counted.
-Comments of the original are not kept: they explain torchtitan's choices.
+`torchtitan_config.py` gives the counterpart of each key. A key with a counterpart becomes a line, with a comment if its
+name, default or meaning differs. A key without a counterpart becomes a comment with the reason. A key that would change
+nothing is left out and counted. Comments of the original are not kept: they explain torchtitan's choices.
 """
 
 import textwrap
@@ -23,13 +23,13 @@ from titanlite.config.torchtitan import ASKED_BY_DEFAULT, MODELS, answer_to_key,
 from titanlite.config.torchtitan_config import BATCH, BOS, SETS, TorchtitanConfig, default_there, stands_for
 from titanlite.errors import ConfigError
 
-_WIDTH = 100  # of a line with its comment
+_WIDTH = 100  # characters of a line with its comment
 _WARMUP = "lr_scheduler.warmup_steps"
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A key's value as TOML has it, and what is said of it."""
+    """The value of a key in TOML syntax, and the comment on it."""
 
     value: str
     why: str = ""
@@ -37,20 +37,20 @@ class _Line:
 
 @dataclass
 class ConvertedConfig:
-    """A config of torchtitan as one of titanlite."""
+    """A config of torchtitan, converted to one of titanlite."""
 
-    origin: Origin  # of the original's keys
-    given: Mapping[str, Any]
-    lines: dict[str, _Line] = field(default_factory=dict[str, _Line])  # by key of titanlite
-    kept: list[str] = field(default_factory=list[str])  # keys that are as they were
-    renamed: list[str] = field(default_factory=list[str])  # torchtitan's keys that are other keys or values here
-    defaults: list[str] = field(default_factory=list[str])  # ours that have torchtitan's default, which differs
-    off: dict[str, _Line] = field(default_factory=dict[str, _Line])  # comments: ours, of features that are off
-    lost: dict[str, str] = field(default_factory=dict[str, str])  # why one of theirs has no counterpart
-    idle: list[str] = field(default_factory=list[str])  # theirs that ask for nothing that titanlite does otherwise
+    origin: Origin  # file and line of each key of the original
+    given: Mapping[str, Any]  # values of the original by dotted key
+    lines: dict[str, _Line] = field(default_factory=dict[str, _Line])  # of the result, by key of titanlite
+    kept: list[str] = field(default_factory=list[str])  # keys with the same name and value
+    renamed: list[str] = field(default_factory=list[str])  # torchtitan's keys whose name or value changes
+    defaults: list[str] = field(default_factory=list[str])  # keys added with torchtitan's default
+    off: dict[str, _Line] = field(default_factory=dict[str, _Line])  # keys of features that are off, as comments
+    lost: dict[str, str] = field(default_factory=dict[str, str])  # torchtitan's key → why it has no counterpart
+    idle: list[str] = field(default_factory=list[str])  # torchtitan's keys that would change nothing
 
     def summary(self) -> str:
-        """Say how many keys became what, and which of the original have no counterpart."""
+        """Return a text that counts the keys by what became of them, and lists those without a counterpart."""
         counts = {
             "as they were": self.kept,
             "under another name or value": self.renamed,
@@ -63,7 +63,7 @@ class ConvertedConfig:
         return "\n".join([f"{self.origin.source}: its keys", *lines, *lost])
 
     def config(self) -> Config:
-        """Return the config that the file says; a value that has not the type of its key is a ConfigError."""
+        """Return the result as a `Config`. Raise a ConfigError if a value has not the type of its key."""
         problems = Problems(self.origin)
         table = tomli.loads("\n".join(f"{key} = {line.value}" for key, line in self.lines.items()))
         config = from_table(Config, table, problems)
@@ -71,7 +71,7 @@ class ConvertedConfig:
         return cast("Config", config)
 
     def to_toml(self) -> str:
-        """Return the file."""
+        """Return the result as the text of a TOML file."""
         head = [
             f"# Made by `titanlite convert` from {Path(self.origin.source).name}, a config of torchtitan v0.2.",
             "# `was` names the key, and the value if it differs, that torchtitan has for it.",
@@ -93,17 +93,17 @@ class ConvertedConfig:
         return "\n\n".join(parts) + "\n"
 
     def reason(self, key: str) -> str:
-        """Return a key without a counterpart, its value, and the reason."""
+        """Return "key = value: reason" for a key of torchtitan without a counterpart."""
         return f"{key} = {show(self.given[key])}: {self.lost[key]}"
 
 
 def convert_torchtitan(path: Path, name: str, has_bos: Callable[[str], bool]) -> ConvertedConfig:
-    """Read a config of torchtitan as one of titanlite, for a run of this name, which torchtitan has not.
+    """Convert the torchtitan config in the file `path`. torchtitan's runs have no name: it is set to `name`.
 
-    Documents begin with a token, as there by default, where `has_bos` is true of the tokenizer.
+    Documents begin with a BOS token, torchtitan's default, if `has_bos` is true of the path of the tokenizer.
 
     Raises:
-        ConfigError: it is missing, not TOML or not torchtitan's, or a value has not the type that its key has.
+        ConfigError: the file is missing, not TOML or not torchtitan's, or a value has not the type of its key.
     """
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     given = dict(_leaves(table))
@@ -111,7 +111,7 @@ def convert_torchtitan(path: Path, name: str, has_bos: Callable[[str], bool]) ->
     origin = Origin(str(path), places)
     made, problems = ConvertedConfig(origin, given), Problems(origin)
     own = [key for key in given if key not in schema_keys() and answer_to_key(key)]
-    if BATCH in given and there(BATCH) == default_there(BATCH):  # torchtitan's word for none
+    if BATCH in given and there(BATCH) == default_there(BATCH):  # -1, which means "not given"
         own.append(BATCH)
     answered = dict[str, str]()
     for key, value in given.items():
@@ -154,7 +154,7 @@ def convert_torchtitan(path: Path, name: str, has_bos: Callable[[str], bool]) ->
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of all that is no table."""
+    """Yield the dotted key and the value of each entry that is no table."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
@@ -163,18 +163,18 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _other_value(there: TorchtitanConfig, key: str, value: object) -> str | None:
-    """Return what to write instead of the value of a shared key; None if it means the same."""
+    """Return what to write instead of the value of a key that titanlite has, too; None if the value means the same."""
     if key == "model.flavor" and isinstance(value, str):
         name = there("model.name")
         answer = flavor(MODELS.get(name) or name, value)
     else:
         answer = answer_to_value(key, value)
-    # An answer that sets nothing says that there is no such model: its value stays, and is refused as any is.
+    # An answer without `key = value` means that titanlite lacks the model. Its name is kept, and refused when read.
     return answer if answer and SETS.search(_in_full(key, answer)) else None
 
 
 def _other_meaning(there: TorchtitanConfig, key: str) -> str:
-    """Say what a key means here, if torchtitan has another meaning for the name."""
+    """Return a comment on a key that has another meaning in torchtitan; "" if the meaning is the same."""
     match key:
         case "checkpoint.initial_load_path" if there(key) and there("checkpoint.initial_load_in_hf") is not True:
             return "in Hugging Face's layout here: torchtitan's convert_to_hf.py"
@@ -185,13 +185,13 @@ def _other_meaning(there: TorchtitanConfig, key: str) -> str:
 
 
 def _in_full(key: str, answer: str) -> str:
-    """Put the section before the bare key that an answer begins with."""
+    """If an answer begins with a bare key, add the section of `key` to it."""
     name, is_set, _ = answer.partition(" = ")
     return f"{key.rpartition('.')[0]}.{answer}" if is_set and name.isidentifier() else answer
 
 
 def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
-    """Add the lines that an answer sets, or the reason if it sets none."""
+    """Add a line for each `key = value` in an answer. If it has none, record it as why there is no counterpart."""
     answer = _in_full(key, answer)
     found = list(SETS.finditer(answer))
     if not found:
@@ -213,7 +213,7 @@ def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
 
 
 def _add_what_is_off(made: ConvertedConfig, there: TorchtitanConfig) -> None:
-    """Add the keys of features that are off as comments, for when one is switched on."""
+    """Add the keys of features that are off as comments, for a user who switches such a feature on later."""
     for key in [*made.idle]:
         if there.is_off(key) and (there(key) != default_there(key) or key in ASKED_BY_DEFAULT):
             found = {target: value for target, value in SETS.findall(there.answer(key)) if target not in made.lines}
@@ -224,7 +224,7 @@ def _add_what_is_off(made: ConvertedConfig, there: TorchtitanConfig) -> None:
 
 
 def _row_of_toml(key: str, line: _Line, prefix: str = "") -> str:
-    """Write a key with its comment: behind it if there is room, or else above."""
+    """Return the line of a key with its comment: at the end of the line if there is room, otherwise above it."""
     row = f"{prefix}{key.partition('.')[2]} = {line.value}"
     if not line.why:
         return row

@@ -17,7 +17,7 @@ _WIDTH = 80
 
 
 def overview(usage: str) -> str:
-    """Return the page of `--help`, 24 lines of 80 columns: usage, as "train.py FILE", and sections."""
+    """Return the page of `--help`, 24 lines of 80 columns: `usage`, such as "train.py FILE", and the sections."""
     width = max(len(name) for name in sections())
     lines = [f"usage: {usage}", ""]
     for name, cls in sections().items():
@@ -51,13 +51,13 @@ def section_page(name: str) -> str:
 
 
 def table_of(hint: Any) -> type | None:
-    """Return the dataclass of which a key is a list; None of any other key."""
+    """Return the dataclass of the tables if a key is a list of tables; None for any other type."""
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
 
 
 def table_keys(table: type) -> list[tuple[str, str, str]]:
-    """Return each key of a table in a list, with its type and range, whether it must be given, and its meaning."""
+    """Return each key of a table as (name, type with range and whether the key is required, help text)."""
     hints, docs = get_type_hints(table, include_extras=True), help_texts(table)
     return [
         (f.name, values_in_words(hints[f.name]) + "; must be given" * is_required(f), docs[f.name])

@@ -14,5 +14,5 @@ def held_out_sources(config: Config) -> dict[str, str]:
 
 
 def name_of_source(key: str) -> str:
-    """Return the name that stands in the key of a held-out source; "" for the first, which has none."""
+    """Return NAME of a key `validation.sources.NAME`; "" for `validation.source`."""
     return key.removeprefix(FIRST).removeprefix("s.")

@@ -1,6 +1,6 @@
-"""Write the config.json of a shipped architecture, read the recipe that one gives, and find the weights of a folder.
+"""Convert a model recipe to the keys of a config.json and back, and find the files of weights in a folder.
 
-`architectures.py` has the layouts, `config_json.py` compares a folder with a config, `models/hugging_face.py` moves
+`architectures.py` has the layouts, `config_json.py` compares a folder with a config, `models/hugging_face.py` converts
 weights.
 """
 
@@ -20,7 +20,7 @@ from titanlite.config.schema import Model
 from titanlite.errors import Problem
 from titanlite.json_file import read_json
 
-ONE_FILE = "model.safetensors"  # several are listed in an index, which has this name and more
+ONE_FILE = "model.safetensors"  # the index of several files is `model.safetensors.index.json`
 _SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -33,11 +33,11 @@ def config_json(layout: Architecture, dims: ModelDims, seq_len: int, dtype: str,
     """Make the content of config.json.
 
     Args:
-        layout: of the architecture.
+        layout: names and defaults of the architecture's keys.
         dims: the model's dimensions.
-        seq_len: the longest that the model was trained on.
-        dtype: of the weights, as "bfloat16".
-        end: id of the token between documents, which so stands before a text; None if it is not known.
+        seq_len: tokens of the longest sequences in training.
+        dtype: dtype of the weights, as "bfloat16".
+        end: id of the token between documents, which is written as the begin and the end of a text; None: unknown.
     """
     return {
         "architectures": [layout.hub_class],
@@ -50,7 +50,7 @@ def config_json(layout: Architecture, dims: ModelDims, seq_len: int, dtype: str,
 
 
 def model_keys(layout: Architecture, dims: ModelDims) -> dict[str, Any]:
-    """Give what config.json says of a model."""
+    """Return the keys of a config.json that describe the model, without token ids and dtype."""
     keys: dict[str, Any] = {"model_type": layout.model_type}
     for name, of in layout.fields.items():
         if of.ours or of.is_written:
@@ -66,7 +66,7 @@ def model_keys(layout: Architecture, dims: ModelDims) -> dict[str, Any]:
 
 
 def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe, from what `model_keys` gives."""
+    """Make the table of a model recipe from the keys `theirs` of a config.json, in the form of `model_keys`."""
     known, table = ARCHITECTURES[architecture], dict[str, Any](help="")
     values = {of.ours: theirs[name] for name, of in known.fields.items() if of.ours}
     for ours, value in {**values, **known.fixed}.items():
@@ -80,12 +80,12 @@ def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]
         table["logit_softcap"] = theirs[CAP] or 0.0
     scaling = theirs.get("rope_scaling")
     if scaling and "rope_scaling" in known.may_have and {*scaling} == {"rope_type", *_SCALING.values()}:
-        table["rope_scaling"] = {ours: scaling[name] for ours, name in _SCALING.items()}  # any other is none of ours
+        table["rope_scaling"] = {ours: scaling[name] for ours, name in _SCALING.items()}  # titanlite has no other
     return table
 
 
 def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
-    """Return what a recipe says of its model that no class of transformers computes: what its config.json loses."""
+    """Return a problem for each value of a recipe that is lost in config.json: no class of transformers computes it."""
     layout, problems = ARCHITECTURES[architecture], Problems(Origin("config.json"))
     table = recipe_table(architecture, model_keys(layout, dims))
     read, given = computed(cast("ModelDims", from_table(ModelDims, table, problems))), computed(dims)
@@ -98,32 +98,32 @@ def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
 
 
 def computed(dims: ModelDims) -> dict[str, object]:
-    """Return what a recipe says of its model, by key; without a loss of the router alone, on which no logit depends."""
+    """Return the keys of a recipe that define its model, as a flat dict, without the z-loss of routers."""
     of = asdict(dims.experts) if dims.experts else {}
     if of and of["score"] == "softmax" and of["normalised"]:
-        of["score"] = "softmax_of_chosen"  # which is the same
+        of["score"] = "softmax_of_chosen"  # computes the same
     flat = asdict(dims) | {"head_dim": dims.head_width} | {f"experts.{key}": value for key, value in of.items()}
     return {key: value for key, value in flat.items() if key not in ("help", "refs", "experts", "experts.z_loss")}
 
 
 def can_export(model: Model, dims: ModelDims) -> bool:
-    """Return whether transformers has a class that computes what a model does: none for a user's own architecture."""
+    """Return whether a class of transformers computes the same as the model. False for a user's own architecture."""
     return not model.file and not without_place(model.name, dims)
 
 
 def layer_types(dims: ModelDims) -> list[str]:
-    """Name the attention of each layer."""
+    """Return transformers' name for the attention of each layer."""
     return ["sliding_attention" if window else "full_attention" for window in dims.windows]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Name the files that have the weights, whether they are there or not.
+    """Return the paths of the files of weights in a folder, without checking that they exist.
 
     Raises:
-        ValueError, LookupError, TypeError: their index is damaged, or names a file outside of the folder.
+        ValueError, LookupError, TypeError: the index is damaged, or names a file outside of the folder.
     """
     index = folder / f"{ONE_FILE}.index.json"
-    if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # as transformers chooses if there are both
+    if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # of both, transformers takes the one file
         return [folder / ONE_FILE]
     named = cast(dict[str, dict[str, str]], read_json(index))["weight_map"]
     files = sorted(set(named.values()))

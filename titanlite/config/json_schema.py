@@ -1,7 +1,7 @@
-"""The JSON Schema of a config, by which editors complete and check a TOML file (taplo, Even Better TOML).
+"""The JSON Schema of a config, with which editors complete and check a TOML file (taplo, Even Better TOML).
 
-It is of draft 7, the newest that taplo reads, and has the text, type, choices, range and default of each key. A whole
-number written as 1e4 passes it, and keys are not held against each other: `titanlite validate` has the last word.
+It follows draft 7, the newest that taplo reads, and has the help text, type, choices, range and default of each key.
+`titanlite validate` is stricter: the schema accepts a whole number written as 1e4, and does not compare keys.
 """
 
 import dataclasses
@@ -55,9 +55,9 @@ def _object(cls: type, prefix: str) -> dict[str, Any]:
 
 
 def _value(key: str, hint: Any) -> dict[str, Any]:
-    """Return the schema of a value: of one type, or of any of several."""
+    """Return the schema of the value of a key, with `anyOf` if several types are legal."""
     found = [_option(key, option) for option in options_of(hint)]
-    if words := _known_words(key):  # first, as editors complete what is listed
+    if words := _known_words(key):  # first, because editors offer listed words
         found.insert(0, {"enum": words})
     return found[0] if len(found) == 1 else {"anyOf": found}
 
@@ -77,12 +77,12 @@ def _option(key: str, option: Any) -> dict[str, Any]:
 
 
 def _range(span: str) -> dict[str, Any]:
-    """Return the bounds of a range as `schema.py` writes it, as "[0, inf)"."""
+    """Return the JSON Schema bounds of a range in the notation of `schema.py`, such as "[0, inf)"."""
     low, high = span[1:-1].split(", ")
     bounds: dict[str, Any] = {_BOUNDS[span[0]]: json.loads(low)}
     if high != "inf":
         bounds[_BOUNDS[span[-1]]] = json.loads(high)
-    return {**bounds, **({"not": {"const": 0}} if low == "-1" else {})}  # -1 is all, and 0 would be none
+    return {**bounds, **({"not": {"const": 0}} if low == "-1" else {})}  # -1 stands for all; 0 is illegal
 
 
 def _known_words(key: str) -> list[str]:
@@ -103,7 +103,7 @@ def _known_words(key: str) -> list[str]:
 
 
 def _default(f: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """Return the default of a key as JSON has it; nothing of a section, or where "not given" has its own meaning."""
+    """Return `{"default": value}` for a key; {} for a section, or if the key is required or its default is None."""
     default: Any = f.default
     if default in (dataclasses.MISSING, None) or dataclasses.is_dataclass(default):
         return {}

@@ -1,6 +1,7 @@
-"""The line of every key of a TOML text, of which tomli keeps no positions.
+"""Find the line of every key in a TOML text, since tomli keeps no positions.
 
-It runs on text that tomli has accepted, so it only walks the brackets, strings and keys, and reads no value.
+The text must be valid: tomli has parsed it before. So only brackets, strings and keys are followed, and no value is
+parsed.
 """
 
 import re
@@ -15,7 +16,7 @@ _TOKEN = re.compile(
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Return the line of each key and table of valid TOML, from 1; elements of arrays are `key[0]`, `key[1]`, …"""
+    """Return the line number, from 1, of each key and table of valid TOML. Array elements are `key[0]`, `key[1]`, …"""
     lines, tokens, line, seen = dict[str, int](), deque[tuple[str, int]](), 1, 0
     for match in _TOKEN.finditer(text):
         line += text.count("\n", seen, match.start())
@@ -30,7 +31,7 @@ def key_lines(text: str) -> dict[str, int]:
         return found
 
     def record(path: str, line: int) -> None:
-        """Record a key, and those that a dotted key implies."""
+        """Record the line of a dotted key, and of the tables that it implies."""
         while path:
             lines.setdefault(path, line)
             path = path.rpartition(".")[0]
@@ -61,7 +62,7 @@ def key_lines(text: str) -> dict[str, int]:
             while not skip("}"):
                 if not skip(",") and not skip("\n"):
                     read_pair(f"{path}.")
-        else:  # a scalar: a date or a float is several tokens
+        else:  # a scalar; a date or a float consists of several tokens
             while tokens and tokens[0][0] not in ("\n", ",", "]", "}"):
                 tokens.popleft()
 

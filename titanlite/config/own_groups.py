@@ -1,4 +1,4 @@
-"""Read the groups of an optimizer's recipe, each with the keys that its rule has: a shipped one, or the user's own."""
+"""Read the groups of an optimizer recipe. The keys of a group depend on its rule, which may be the user's own."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from titanlite.errors import nearest
 def optimizer_recipe(
     table: Mapping[str, object], rules: Mapping[str, OwnRule], problems: Problems
 ) -> OptimizerRecipe | None:
-    """Read the table of a recipe whose groups may have `rules` of the user's own."""
+    """Read the table of an optimizer recipe; None if it has problems. `rules`: those of the user's own file, by name."""
     groups = table.get("groups")
     if not isinstance(groups, dict):
         return from_table(OptimizerRecipe, table, problems)
@@ -28,7 +28,7 @@ def optimizer_recipe(
 def _group(
     name: str, groups: Mapping[str, Any], schemas: Mapping[str, type[ParameterGroup]], problems: Problems
 ) -> ParameterGroup | None:
-    """Read one group, with the keys of every group and its rule's."""
+    """Read the group `name` with the keys of its rule. On an error add a problem and return None."""
     where, table = f"groups.{name}", groups[name]
     if not isinstance(table, dict):
         problems.add(where, show(table), "a table", f"write it as a table: [{where}]")
@@ -55,14 +55,14 @@ def _group(
         others = [other for other, schema in schemas.items() if key in schema.__dataclass_fields__]
         return f"remove {key}, or rule = {show(others[0])}" if others else None
 
-    for key, value in group.items() if rule not in GROUP_OF_RULE else ():  # whose ranges are known
+    for key, value in group.items() if rule not in GROUP_OF_RULE else ():  # shipped rules have ranges
         if isinstance(value, float) and not math.isfinite(value):
             problems.add(f"{where}.{key}", show(value), "a finite number", f"leave {key} out")
     return from_table(schemas[rule], group, problems, where, of_another)
 
 
 def _schema(rule: OwnRule) -> type[ParameterGroup]:
-    """Make the schema of a group with a user's rule: the keys of every group, and the rule's."""
+    """Make the schema of a group with a user's rule: the keys that all groups have, and those of the rule."""
     keys: list[Any] = [(key, type(default), field(default=default)) for key, default in rule.keys.items()]
     made = make_dataclass("GroupOfOwnRule", keys, bases=(ParameterGroup,), frozen=True)
     return cast("type[ParameterGroup]", made)

@@ -1,4 +1,4 @@
-"""Find which group of an optimizer's recipe takes each parameter of a model, and what it is updated with."""
+"""Assign each parameter of a model to a group of the optimizer recipe, and find the settings of its update."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -16,16 +16,16 @@ _EXCLUDE = "optimizer.weight_decay_exclude"
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """The settings of one parameter's update: its group's own values, or those of `[optimizer]`."""
+    """The settings of one parameter's update: values of its group, and of `[optimizer]` where the group has none."""
 
     group: str
     rule: str
     lr_factor: float
     weight_decay: float
-    own: tuple[tuple[str, Any], ...]  # keys that the rule has beside these
+    own: tuple[tuple[str, Any], ...]  # further keys of the rule, with their values
 
     def of_rule(self) -> dict[str, Any]:
-        """Return what the rule reads, by key."""
+        """Return all settings as one dict, by key, as the update rule reads them."""
         return {key: value for key, value in vars(self).items() if key != "own"} | dict(self.own)
 
 
@@ -36,21 +36,21 @@ def update_settings(
     origin: Origin | None = None,
     of_matrices: Collection[str] | None = None,
 ) -> dict[str, UpdateSettings]:
-    """Return how each parameter is updated, by name, in the order of `shapes`.
+    """Return the settings of each parameter's update, by name, in the order of `shapes`.
 
-    Groups are asked in order, those without a pattern after all others; the first that matches decides. What it leaves
-    out, `config` says.
+    The first group that matches a parameter takes it; groups without a pattern come last. A key that the group leaves
+    out has the value of `config`.
 
     Args:
-        recipe: has the groups.
+        recipe: groups of the optimizer.
         config: `[optimizer]`.
-        shapes: of the whole parameters, by name.
-        origin: the places of its keys.
-        of_matrices: parameters that are made of whole matrices; None: that was checked before.
+        shapes: shape of each parameter before sharding, by name.
+        origin: file and line of each key of `config`.
+        of_matrices: parameters that consist of whole matrices; None: rules for matrices are not checked.
 
     Raises:
-        ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, one that is
-            excluded from weight decay has some by its group, or one without matrices has a rule for them.
+        ConfigError: a pattern matches no parameter, a group takes no parameter, a parameter has no group, the group of
+            a parameter that is excluded from weight decay sets one, or a rule for matrices takes another parameter.
     """
     groups = _taken(recipe, shapes)
     of_recipe, of_config = Problems(recipe.origin), Problems(origin or Origin("config"))
@@ -71,8 +71,8 @@ def update_settings(
 
 
 def _taken(recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the group of each parameter, of those that one takes."""
-    ordered = sorted(recipe.groups.items(), key=lambda each: not each[1].pattern)  # stable
+    """Return parameter → name of the group that takes it, without parameters that no group takes."""
+    ordered = sorted(recipe.groups.items(), key=lambda each: not each[1].pattern)  # stable, so groups keep their order
     found = {
         parameter: next((name for name, group in ordered if _would_take(group, parameter, len(shape))), None)
         for parameter, shape in shapes.items()
@@ -89,7 +89,7 @@ def _would_take(group: ParameterGroup, parameter: str, dimensions: int) -> bool:
 def _check_groups(
     recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
 ) -> None:
-    """Refuse patterns and groups that do nothing, and parameters that no group takes."""
+    """Refuse patterns that match nothing, groups that take nothing, and parameters that no group takes."""
     for name, group in recipe.groups.items():
         key = f"groups.{name}"
         lost = [p for p in group.pattern if not any(fnmatch(parameter, p) for parameter in shapes)]
@@ -109,7 +109,7 @@ def _check_groups(
 
 
 def _some(parameters: Collection[str]) -> str:
-    """Name up to four parameters, one for all blocks, and say how many more there are."""
+    """Join up to four names of parameters, with * as the number of a block, and the count of further names."""
     names = one_of_all_blocks(parameters)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -117,7 +117,7 @@ def _some(parameters: Collection[str]) -> str:
 def _check_matrices(
     recipe: OptimizerRecipe, without: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
 ) -> None:
-    """Refuse a rule for whole matrices on a parameter that is none."""
+    """Refuse a rule for whole matrices if its group takes a parameter `without` matrices."""
     for name, group in recipe.groups.items():
         own = [n for n in taken if taken[n] == name]
         wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []
@@ -129,7 +129,7 @@ def _check_matrices(
             fix = 'shape = "matrix"; what it leaves, a group with rule = "adamw" takes'
         else:
             fix = f'a group above it with rule = "adamw" and pattern = {show(one_of_all_blocks(wrong))}'
-        # What a base says was right there.
+        # Name a line of this file, not of an extended file.
         where = next(filter(problems.is_own, (f"groups.{name}.{k}" for k in ("rule", "shape", "pattern"))), None)
         want = f"parameters of projections alone, beside a rule for whole matrices; it takes {_some(wrong)}"
         at = problems.origin.of(where) if where else None
@@ -143,7 +143,7 @@ def _excluded(
     taken: Mapping[str, str],
     problems: Problems,
 ) -> set[str]:
-    """Return the parameters that `optimizer.weight_decay_exclude` names; none may have a weight decay by its group."""
+    """Return the parameters that `weight_decay_exclude` matches. Refuse those whose group sets a weight decay."""
     patterns, found = config.weight_decay_exclude, set[str]()
     for pattern in patterns:
         named = [name for name in shapes if fnmatch(name, pattern)]
@@ -162,7 +162,7 @@ def _excluded(
 
 def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Problems) -> None:
     names = one_of_all_blocks(parameters)
-    # Those of all that end alike, too: "*attention_norm.weight", "*norm.weight", "*weight".
+    # Also patterns of common endings: "*attention_norm.weight", "*norm.weight", "*weight".
     ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
     near = nearest(pattern, [*names, *ends])
     want = f"a pattern that matches a parameter: {', '.join(names[:4])}, …"
@@ -170,12 +170,12 @@ def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Pro
 
 
 def one_of_all_blocks(parameters: Collection[str]) -> list[str]:
-    """Return the names, one for all blocks."""
+    """Return the names of parameters with * in place of the number of a block, each once."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in parameters))
 
 
 def rows_of_groups(settings: Mapping[str, UpdateSettings]) -> dict[UpdateSettings, list[str]]:
-    """Return the parameters that are updated alike, by what they are updated with."""
+    """Group the names of parameters by their settings: settings → names."""
     rows = dict[UpdateSettings, list[str]]()
     for name, own in settings.items():
         rows.setdefault(own, []).append(name)

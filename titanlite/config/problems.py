@@ -1,7 +1,7 @@
-"""Record where each value of a config came from, and collect all that is wrong with them into one error.
+"""Record the file and line of each value of a config, and collect all problems with the values into one error.
 
-A config is merged from files and flags, a recipe from a file and those it extends. By the `Origin` of its key a
-cross-check made long after reading still points at the line to change.
+A config is merged from files and flags, a recipe from a file and those it extends. With the `Origin` of the keys, a
+cross-check that runs long after reading still names the line to change.
 """
 
 import json
@@ -28,7 +28,7 @@ COMMAND_LINE = Place("command line")
 
 @dataclass(frozen=True)
 class Origin:
-    """The place of every dotted key that was given. A key that was not given belongs to `source`, without a line."""
+    """The place of every dotted key that was given. The place of any other key is `source`, without a line."""
 
     source: str
     places: Mapping[str, Place] = field(default_factory=dict[str, Place])
@@ -39,7 +39,7 @@ class Origin:
 
 
 class Problems:
-    """Everything wrong with one config or recipe."""
+    """All problems that were found in one config or recipe."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -52,12 +52,12 @@ class Problems:
         """Add one problem.
 
         Args:
-            where: dotted key.
+            where: dotted key with the problem.
             saw: the value as the user would write it; "" if there is none to show.
             want: what is legal there.
-            fix: the one change that makes it legal; `key = value` becomes a flag if one gave the key, or `against`.
-            at: its place, where that is not the place of `where`.
-            against: dotted key that it is held against.
+            fix: the one change that makes it legal; `key = value` is shown as a flag if a flag gave `where` or `against`.
+            at: place of the problem; None: the place of `where`.
+            against: dotted key of the value that it contradicts.
         """
         place, line = at or self.origin.of(where), f"{where.rpartition('.')[2]} = "
         if COMMAND_LINE in (place, self.origin.of(against)) and fix.startswith(line):
@@ -65,11 +65,11 @@ class Problems:
         self._found.append((place, Problem(where, saw, want, fix, place.line)))
 
     def about(self, table: object, where: str = "") -> Callable[..., None]:
-        """Return `refuse(key, want, fix, against="")`, which adds a problem of a key with the value that it has.
+        """Return `refuse(key, want, fix, against="")`, which adds a problem with `key` and shows its value.
 
         Args:
             table: a config, a recipe or a table of one; keys in it may be dotted, as "data.stage[0].seq_len".
-            where: what the keys begin with in the file, as "rules[0].".
+            where: prefix of the keys in the file, as "rules[0].".
         """
 
         def refuse(key: str, want: str, fix: str, against: str = "") -> None:
@@ -84,7 +84,7 @@ class Problems:
         return refuse
 
     def is_own(self, key: str) -> bool:
-        """Return whether the source itself gives `key`, not a file that it extends."""
+        """Return whether the place of `key` is the source itself, and not a file that it extends or a flag."""
         return self.origin.of(key).source == self.origin.source
 
     def raise_all(self, error: type[ConfigError] = ConfigError) -> None:
@@ -97,11 +97,11 @@ class Problems:
         return [problem for _, problem in self._found]
 
     def wrong_keys(self) -> set[str]:
-        """Return the dotted keys that something is wrong with."""
+        """Return the dotted keys that have a problem."""
         return {problem.where.removeprefix("--") for _, problem in self._found}
 
     def error(self, error: type[E]) -> E:
-        """Return an error with every problem, by source and line."""
+        """Return an error with every problem, ordered by source and line."""
         by_source: dict[str, list[Problem]] = {}
         for place, problem in self._found:
             by_source.setdefault(place.source, []).append(problem)
@@ -120,7 +120,7 @@ def _choices_once(problems: list[Problem]) -> list[Problem]:
 
 
 def show(value: object) -> str:
-    """Write a value as TOML does; "" for a table, and "…" for one in a list."""
+    """Return a value in TOML syntax; "" for a table, and "…" for a table in a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -131,7 +131,7 @@ def show(value: object) -> str:
 
 
 def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
-    """Return the linear layer that was meant: one that contains it, as `wqkv` does `wk`, or the nearest."""
+    """Return the linear layer probably meant by `name`: the one that fuses it, as `wqkv` fuses `wk`, or the nearest."""
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     part = name.rpartition(".")[2]
     for whole in last_names:

@@ -1,4 +1,4 @@
-"""Hold each number against the range that its field has in the schema, as `Annotated[int, "[1, inf)"]`."""
+"""Check each number against the range of its field in the schema, such as `Annotated[int, "[1, inf)"]`."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,24 +8,24 @@ from titanlite.config.build import describe_type, options_of
 from titanlite.config.problems import Problems, show
 from titanlite.config.torchtitan import answer_to_value
 
-# Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.
+# Beyond these a number becomes 0 or infinity on a device. An eps of 0 makes NaN where gradients are zero.
 _FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def range_of(hint: Any) -> str:
-    """Return the range that a type has, as "[0, inf)", or ""."""
+    """Return the range of a type, such as "[0, inf)"; "" if it has none."""
     return next((str(o.__metadata__[0]) for o in options_of(hint) if get_origin(o) is Annotated), "")
 
 
 def check_ranges(table: object, problems: Problems, where: str = "", fix: str = "", unsaid: str = "") -> None:
-    """Refuse numbers out of their range, as NaN always is, and those that float32 does not hold.
+    """Refuse numbers outside of their range, NaN included, and numbers that float32 cannot hold.
 
     Args:
-        table: a dataclass; tables in it are checked as well.
-        problems: gets what is wrong.
-        where: what its keys begin with, as "training.".
-        fix: of a key without a default, with `{}` for its name.
-        unsaid: what holds where a key is left out, behind that advice.
+        table: a dataclass; dataclasses in its fields are checked as well.
+        problems: errors are added to it.
+        where: prefix of its keys, as "training.".
+        fix: advice for a key without a default, with `{}` for its name.
+        unsaid: added to the advice to leave a key out: where its value then comes from.
     """
     hints = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(cast("Any", table)):
@@ -44,7 +44,7 @@ def check_ranges(table: object, problems: Problems, where: str = "", fix: str = 
 
 
 def _tables_in(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the tables that a value is or holds, each with what its key adds."""
+    """Yield (suffix of its key, as "[0]", dataclass) for a value that is a dataclass, or for each in a tuple or dict."""
     if dataclasses.is_dataclass(value):
         yield "", value
     elif isinstance(value, tuple):
@@ -56,7 +56,7 @@ def _tables_in(value: object) -> Iterator[tuple[str, object]]:
 
 
 def out_of_range(value: float, span: str) -> str | None:
-    """Say which numbers are in a range if `value` is not, or if float32 does not hold it; else None."""
+    """Return None if `value` is in the range and float32 can hold it, otherwise a text that gives the legal numbers."""
     least, most = _FLOAT32_NORMAL
     words = f"{'a whole number' if isinstance(value, int) else 'a number'}, {range_in_words(span)}"
     low, high = (float(bound) for bound in span[1:-1].split(","))
@@ -68,13 +68,13 @@ def out_of_range(value: float, span: str) -> str | None:
 
 
 def values_in_words(hint: Any) -> str:
-    """Say which values a type allows, with its range, as "a whole number, at least 1"."""
+    """Describe the legal values of a type in words, such as "a whole number, at least 1"."""
     span = range_of(hint)
     return f"{describe_type(hint)}, {range_in_words(span)}" if span else describe_type(hint)
 
 
 def range_in_words(span: str) -> str:
-    """Say which numbers a range holds, as "at least 1"."""
+    """Describe a range in words, such as "at least 1"."""
     low, high = span[1:-1].split(", ")
     above = "" if high == "inf" else f" and {'at most' if span[-1] == ']' else 'below'} {high}"
     return f"{'at least' if span[0] == '[' else 'above'} {low}{above}"

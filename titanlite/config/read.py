@@ -1,6 +1,6 @@
-"""Read a config file into a `Config`, and say for every unknown key what was probably meant.
+"""Read a config file into a `Config`, and suggest for every unknown key the one that was probably meant.
 
-tomli parses, `toml_file.py` merges what the file extends, `build.py` checks each key and value against the schema. An
+tomli parses, `toml_file.py` merges the files that it extends, `build.py` checks each key and value against the schema. An
 unknown key may belong to another section, be torchtitan's or another trainer's, or be misspelt.
 """
 
@@ -19,17 +19,17 @@ from titanlite.errors import nearest
 
 
 def read_config(path: Path) -> tuple[Config, Origin]:
-    """Read a TOML file, and those it extends, as `read_what_is_right` does; all that is wrong is one ConfigError."""
+    """Read a TOML file and the files that it extends. Raise one ConfigError with all problems."""
     config, problems = read_what_is_right(path)
     problems.raise_all()
     return config, problems.origin
 
 
 def read_what_is_right(path: Path) -> tuple[Config, Problems]:
-    """Read a TOML file, and those it extends, by paths that begin where they are written.
+    """Read a TOML file and the files that it extends. Their paths are relative to the file that names them.
 
     Returns:
-        The config, as if wrong keys and values were not given, and what is wrong with them.
+        The config without wrong keys and values, and the problems with these.
 
     Raises:
         ConfigError: a file is missing or is not TOML.
@@ -41,16 +41,16 @@ def read_what_is_right(path: Path) -> tuple[Config, Problems]:
 
 
 def suggest_key(path: str, value: object = None) -> str | None:
-    """Say what to write instead of an unknown dotted key: its replacement, section, or nearest key, if any is."""
+    """Return advice on an unknown dotted key: its replacement, its section or the nearest key; None if none is found."""
     section, _, key = path.rpartition(".")
-    if path == "optimizer.name":  # titanlite 0.1.0 had it, too
+    if path == "optimizer.name":  # a key of titanlite 0.1.0, too
         return 'recipe = "adamw" in its place'
     if there := answer_to_key(path):
         if not there.startswith("use "):
             return f"remove it, a key of torchtitan's; {there}"
         used = there.removeprefix("use ").replace(" = {}", "")
         return f"this is torchtitan's; titanlite convert FILE writes {used}"
-    if "[" in section:  # a table of a list has keys of its own
+    if "[" in section:  # a key in a list of tables, which is no section
         return None
     of_experts = {field.name for field in dataclasses.fields(Experts)}
     if path.startswith(("experts", "model.experts")) or (section == "model" and key in of_experts):
@@ -71,7 +71,7 @@ def suggest_key(path: str, value: object = None) -> str | None:
     if own and 1 <= len(elsewhere) <= 3:
         near = elsewhere
     else:
-        names = {k.partition(".")[2]: k for k in own}  # apart from their section, in which they are alike
+        names = {k.partition(".")[2]: k for k in own}  # without the section, which all share
         begun = [name for name in names if name.startswith(f"{key}_")]  # "ema" is "ema_decay"
         word = nearest(key, names) or (begun[0] if len(begun) == 1 else "")
         meant = names.get(word) if own else nearest(path, schema_keys())
