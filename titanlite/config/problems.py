@@ -55,7 +55,7 @@ class Problems:
             where: dotted key with the problem.
             saw: the value as the user would write it; "" if there is none to show.
             want: what is legal there.
-            fix: the one change that makes it legal; `key = value` is shown as a flag if a flag gave `where` or `against`.
+            fix: the one change that makes it legal; `key = value` becomes a flag if a flag gave `where` or `against`.
             at: place of the problem; None: the place of `where`.
             against: dotted key of the value that it contradicts.
         """

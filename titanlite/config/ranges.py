@@ -44,7 +44,7 @@ def check_ranges(table: object, problems: Problems, where: str = "", fix: str = 
 
 
 def _tables_in(value: object) -> Iterator[tuple[str, object]]:
-    """Yield (suffix of its key, as "[0]", dataclass) for a value that is a dataclass, or for each in a tuple or dict."""
+    """Yield (suffix of the key, as "[0]", dataclass) for each dataclass: the value itself, or in a tuple or dict."""
     if dataclasses.is_dataclass(value):
         yield "", value
     elif isinstance(value, tuple):

@@ -1,7 +1,7 @@
 """Read a config file into a `Config`, and suggest for every unknown key the one that was probably meant.
 
-tomli parses, `toml_file.py` merges the files that it extends, `build.py` checks each key and value against the schema. An
-unknown key may belong to another section, be torchtitan's or another trainer's, or be misspelt.
+tomli parses, `toml_file.py` merges the files that it extends, `build.py` checks each key and value against the schema.
+An unknown key may belong to another section, be torchtitan's or another trainer's, or be misspelt.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def read_what_is_right(path: Path) -> tuple[Config, Problems]:
 
 
 def suggest_key(path: str, value: object = None) -> str | None:
-    """Return advice on an unknown dotted key: its replacement, its section or the nearest key; None if none is found."""
+    """Return advice on an unknown key: its replacement, its section or the nearest key; None if there is none."""
     section, _, key = path.rpartition(".")
     if path == "optimizer.name":  # a key of titanlite 0.1.0, too
         return 'recipe = "adamw" in its place'

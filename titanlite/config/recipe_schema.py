@@ -1,6 +1,6 @@
-"""Schemas of the four kinds of recipes, one dataclass each; `titanlite/recipes.py` says what each kind is.
+"""Schemas of the four kinds of recipes, one dataclass each. `titanlite/recipes.py` describes the kinds.
 
-They stand beside the schema of the config because the cross-checks of a config need the dimensions of its model.
+They are in the package of the config's schema because cross-checks of a config need the dimensions of its model.
 """
 
 from collections.abc import Mapping
@@ -22,26 +22,27 @@ class RopeScaling:
 
 
 ROUTER_TRAINING = ("balance_loss", "z_loss", "balance_bias")
-"""Keys of `Experts` that change how a router is trained, and not what is computed."""
+"""Keys of `Experts` that change how a router is trained, but not what the model computes."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The feed-forward of a mixture of experts: what is computed, and what is added to train its router.
+    """A mixture of experts in place of a feed-forward: its computation, and how its router is trained.
 
-    A token's router gives each expert a logit; the token goes to its `top_k` best, whose results are summed by weight.
+    The router computes a logit of each expert for a token. The token goes to the `top_k` experts with the best scores,
+    and their results are added with weights made from the scores.
     """
 
-    n_experts: PositiveInt  # of a layer (E)
-    top_k: PositiveInt  # of a token (K)
+    n_experts: PositiveInt  # experts of a layer (E)
+    top_k: PositiveInt  # experts of a token (K)
     ffn_dim: PositiveInt  # inner width of one expert (F), a multiple of 128
     score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"  # softmax: over all experts, then top-k
-    normalised: bool = True  # the weights of a token's experts are divided by their sum
-    scale: PositiveFloat = 1.0  # of the weights
-    shared: NonNegativeInt = 0  # experts beside these that every token goes to
-    balance_loss: NonNegativeFloat = 0.0  # coefficient of the loss of unequal use, in the mean over mixtures
-    z_loss: NonNegativeFloat = 0.0  # coefficient of the loss of large logits, likewise
-    balance_bias: NonNegativeFloat = 0.0  # what a step moves an expert's bias by, which shifts the choice alone
+    normalised: bool = True  # whether the weights of a token's experts are divided by their sum
+    scale: PositiveFloat = 1.0  # factor of the weights
+    shared: NonNegativeInt = 0  # further experts, to which every token goes
+    balance_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss, averaged over mixture layers
+    z_loss: NonNegativeFloat = 0.0  # coefficient of the loss for large router logits, averaged likewise
+    balance_bias: NonNegativeFloat = 0.0  # change of an expert's bias per step; the bias affects only the choice
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ModelDims:
     dim: PositiveInt
     n_heads: PositiveInt
     n_kv_heads: PositiveInt
-    ffn_dim: NonNegativeInt = 0  # of a dense feed-forward
+    ffn_dim: NonNegativeInt = 0  # inner width of a dense feed-forward (F)
     _: KW_ONLY
     vocab_size: PositiveInt
     norm_eps: PositiveFloat
@@ -63,10 +64,10 @@ class ModelDims:
     head_dim: NonNegativeInt = 0  # width of a head, where it is not dim / n_heads
     window: NonNegativeInt = 0  # tokens that a local layer attends to, its own included
     local_rope_theta: NonNegativeFloat = 0.0  # rope_theta of local layers
-    global_every: NonNegativeInt = 0  # every so many layers, the last of them attends to all tokens
+    global_every: NonNegativeInt = 0  # in each group of this many layers, the last attends to all tokens
     max_seq_len: NonNegativeInt = 0  # positions that have a learned embedding
-    logit_softcap: NonNegativeFloat = 0.0  # c of the logits c · tanh(x / c) of any architecture; 0: they are x
-    experts: Experts | None = None  # in the place of a dense feed-forward
+    logit_softcap: NonNegativeFloat = 0.0  # c: logits x become c · tanh(x / c), in any architecture; 0: no cap
+    experts: Experts | None = None  # replaces the dense feed-forward
     refs: tuple[str, ...] = ()
 
     @property
@@ -76,7 +77,7 @@ class ModelDims:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Dimensions of the layers by name."""
+        """All dimensions that are whole numbers, by name, except `n_layers`."""
         return {f.name: n for f in fields(self) if type(n := getattr(self, f.name)) is int and f.name != "n_layers"}
 
     @property
@@ -88,17 +89,17 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class SaveRule:
-    """One line of a save-list; the first rule that matches an operation decides."""
+    """One rule of a save-list. The first rule that matches an operation decides about it."""
 
     op: str  # a class of operations, as attention or matmul; "block"; or one op, as "aten.mm.default"
     action: Literal["save", "recompute"]
-    module: tuple[str, ...] = ()  # only what belongs to these linear layers, as "wqkv", "feed_forward.*"; empty: any
-    every: int = 1  # of the ops that match, the first of every so many
+    module: tuple[str, ...] = ()  # only ops of these linear layers, as "wqkv", "feed_forward.*"; empty: any
+    every: int = 1  # the rule applies to the first of every this many matching ops
     layers: str = ":"  # which blocks, as a Python slice: "5:" is all but the first five
-    optional: bool = False  # may match nothing
+    optional: bool = False  # whether it may match nothing without an error
 
     def blocks(self, n_layers: int) -> range:
-        """Return the blocks that the rule is for; ValueError if `layers` is no slice."""
+        """Return the numbers of the blocks to which the rule applies. Raise ValueError if `layers` is no slice."""
         start, _, stop = self.layers.partition(":")
         if ":" not in self.layers:
             raise ValueError(self.layers)
@@ -107,26 +108,26 @@ class SaveRule:
 
 @dataclass(frozen=True)
 class SaveList:
-    """The activations of a block that are kept for backward. What no rule matches follows `default`."""
+    """The activations of a block that are kept for backward. An operation that no rule matches follows `default`."""
 
     help: str
     default: Literal["save", "recompute"]
     rules: tuple[SaveRule, ...] = ()
     refs: tuple[str, ...] = ()
-    origin: ClassVar[Origin] = Origin("save-list")  # no key: where they stand; one that was loaded has its own
+    origin: ClassVar[Origin] = Origin("save-list")  # no key: file and line of each key; `recipes.load` sets it
 
     def active(self, n_layers: int) -> list[frozenset[int]]:
-        """Return the numbers of the rules that are for each block."""
+        """Return for each block the indices of the rules that apply to it."""
         of_rules = [frozenset(rule.blocks(n_layers)) for rule in self.rules]
         return [frozenset(i for i, blocks in enumerate(of_rules) if n in blocks) for n in range(n_layers)]
 
 
 Granularity = Literal["tensor", "row", "1x128", "128x128", "none"]
-"""The part of an operand that shares a scale, where sums run along rows: all of it, a row, a block of rows × columns;
-"none": this operand stays in high precision in this matmul."""
+"""The elements of an operand that share a scale: the tensor, a row (sums run along rows), or a block of rows × columns.
+"none": the operand stays in high precision in this matmul."""
 
 BLOCKS: dict[Granularity, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128)}
-"""Rows and columns of the granularities that are blocks."""
+"""(Rows, columns) of a block, for the granularities that are blocks."""
 
 MATMULS = {
     "output": ("input", "weight"),
@@ -138,7 +139,7 @@ MATMULS = {
 
 @dataclass(frozen=True)
 class Float8Input:
-    """The activation of a linear layer, in the two matmuls that use it."""
+    """Format of the input of a linear layer, and its granularity in the two matmuls that use it."""
 
     dtype: Literal["e4m3", "e5m2"]
     output: Granularity
@@ -147,7 +148,7 @@ class Float8Input:
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """The weight, in the two matmuls that use it."""
+    """Format of the weight of a linear layer, and its granularity in the two matmuls that use it."""
 
     dtype: Literal["e4m3", "e5m2"]
     output: Granularity
@@ -156,7 +157,7 @@ class Float8Weight:
 
 @dataclass(frozen=True)
 class Float8GradOutput:
-    """The gradient of the output, in the two matmuls that use it."""
+    """Format of the gradient of a linear layer's output, and its granularity in the two matmuls that use it."""
 
     dtype: Literal["e4m3", "e5m2"]
     grad_input: Granularity
@@ -174,7 +175,7 @@ class Float8Accumulation:
 
 @dataclass(frozen=True)
 class Decibels:
-    """A number for each of the three matmuls."""
+    """A number of decibels for each of the three matmuls of a linear layer."""
 
     output: float
     grad_input: float
@@ -183,14 +184,15 @@ class Decibels:
 
 @dataclass(frozen=True)
 class Float8Contract:
-    """Signal to quantisation noise of each matmul against its bfloat16 operands in high precision, in decibels.
+    """Bounds of the ratio of signal to quantisation noise (SQNR) of each matmul, against high precision.
 
-    On normal numbers, and on some with loud tokens, channels and single values (`tests/unit/float8/test_recipes.py`).
+    It is measured on bfloat16 operands: normally distributed numbers, without and with tokens, channels and single
+    values that are much larger (`tests/unit/float8/test_recipes.py`).
     """
 
-    sqnr_db: Decibels  # at least
-    sqnr_row_p1_db: Decibels  # of each row, 99 % of them, at least
-    sqnr_below_db: Decibels  # what is more exact was not in these formats
+    sqnr_db: Decibels  # lower bound for the whole result
+    sqnr_row_p1_db: Decibels  # lower bound that 99 % of the rows of the result reach
+    sqnr_below_db: Decibels  # upper bound: a greater ratio shows that other formats were used
 
 
 @dataclass(frozen=True)
@@ -204,21 +206,21 @@ class Float8Recipe:
     grad_output: Float8GradOutput
     accumulation: Float8Accumulation
     fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
-    reduce_amax: bool = False  # over tensor-parallel ranks: a tensor has the scale and the bytes of one device
-    min_compute_capability: PositiveFloat = 8.9  # of GPUs; below it the recipe is emulated
-    dim_multiple: int = 16  # layers with other widths cannot be converted
+    reduce_amax: bool = False  # reduce maxima over tensor-parallel ranks, so that scales are those of one device
+    min_compute_capability: PositiveFloat = 8.9  # of a GPU; on a lower one the recipe is emulated
+    dim_multiple: int = 16  # widths that are no multiple of it cannot be converted
     status: Literal["stable", "experimental"] = "stable"
     refs: tuple[str, ...] = ()
     contract: Float8Contract | None = None
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether an operand has scales by block."""
+        """Return whether any operand has one scale per block."""
         return any(granularity in BLOCKS for granularity in self.granularities)
 
     @property
     def granularities(self) -> tuple[Granularity, ...]:
-        """Return those of all operands, both of each matmul in turn."""
+        """Return the granularities of all operands: two for each matmul, in the order of `MATMULS`."""
         return tuple(g for matmul in MATMULS for g in self.operands(matmul))
 
     def operands(self, matmul: str) -> tuple[Granularity, Granularity]:
@@ -229,19 +231,19 @@ class Float8Recipe:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are updated alike. What a group leaves out is what `[optimizer]` says."""
+    """Parameters with the same rule and settings. A key that a group leaves out has the value in `[optimizer]`."""
 
     rule: str  # one of `GROUP_OF_RULE`, or a class of the file that `optimizer.file` names
-    pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
-    shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
-    optional: bool = False  # may take nothing
-    lr_factor: PositiveFloat = 1.0  # of the learning rate
-    weight_decay: NonNegativeFloat | None = None  # decoupled
-    update: ClassVar[str]  # no key: the module of `titanlite/optimizers` and the class that updates them
+    pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that groups with patterns leave
+    shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions or more
+    optional: bool = False  # whether it may take no parameter without an error
+    lr_factor: PositiveFloat = 1.0  # factor of the learning rate
+    weight_decay: NonNegativeFloat | None = None  # decoupled; None: the one of `[optimizer]`
+    update: ClassVar[str]  # no key: "module.Class" in `titanlite/optimizers` that updates the group
 
     @property
     def own(self) -> dict[str, Any]:
-        """Return the keys that the rule has beside those of every group."""
+        """Return the keys of the rule, with values, without those that all groups have."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in COMMON_KEYS}
 
 
@@ -251,7 +253,7 @@ COMMON_KEYS = tuple(f.name for f in fields(ParameterGroup))
 
 @dataclass(frozen=True)
 class AdamWGroup(ParameterGroup):
-    """Parameters of AdamW."""
+    """A group of parameters that AdamW updates."""
 
     update = "adamw.AdamW"
     beta1: Decay | None = None
@@ -261,18 +263,18 @@ class AdamWGroup(ParameterGroup):
 
 @dataclass(frozen=True)
 class MuonGroup(ParameterGroup):
-    """Matrices of Muon."""
+    """A group of matrices that Muon updates."""
 
     update = "muon_of_groups.MuonOfGroups"
     momentum: Decay = 0.95
     nesterov: bool = True
-    # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
+    # Polynomials that orthogonalise: a published sequence, or [a, b, c] of each a x + b x³ + c x⁵, applied in turn.
     polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] = "polar_express"
 
 
 @dataclass(frozen=True)
 class NorMuonGroup(MuonGroup):
-    """Matrices of NorMuon."""
+    """A group of matrices that NorMuon updates."""
 
     update = "muon_of_groups.NorMuonOfGroups"
     beta2: Decay | None = None
@@ -281,7 +283,7 @@ class NorMuonGroup(MuonGroup):
 GROUP_OF_RULE: dict[str, type[ParameterGroup]] = {"adamw": AdamWGroup, "muon": MuonGroup, "normuon": NorMuonGroup}
 
 MATRIX_RULES = tuple(rule for rule, group in GROUP_OF_RULE.items() if issubclass(group, MuonGroup))
-"""Rules for whole matrices; all others go by the single number."""
+"""Rules that update whole matrices. All others update each element alone."""
 
 
 Value = float | int | bool | str
@@ -292,19 +294,19 @@ class OwnRule:
     """An update rule of a user's own file, as `update_rules/find.py` imports it."""
 
     name: str
-    file: str  # as it was given
+    file: str  # path, as the user gave it
     sha256: str  # of the file's bytes
-    state: tuple[str, ...]  # names of what it keeps, each a number for each of a parameter's
-    keys: Mapping[str, Value]  # of a group that has it, each with its default
-    kind: type[Any]  # the class
+    state: tuple[str, ...]  # names of its state tensors, each of the parameter's shape
+    keys: Mapping[str, Value]  # further keys of its groups, with their defaults
+    kind: type[Any]  # the class of the rule
 
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """The rules of an optimizer. The first group that matches a parameter takes it."""
+    """The groups of an optimizer. The first group that matches a parameter takes it."""
 
     help: str
-    groups: dict[str, ParameterGroup]  # by names that the receipt has
+    groups: dict[str, ParameterGroup]  # by name, under which the receipt lists them
     refs: tuple[str, ...] = ()
-    origin: ClassVar[Origin] = Origin("optimizer")  # no key: where they stand; one that was loaded has its own
-    own_rules: ClassVar[Mapping[str, OwnRule]] = {}  # no key: those of `optimizer.file`, likewise
+    origin: ClassVar[Origin] = Origin("optimizer")  # no key: file and line of each key; `recipes.load` sets it
+    own_rules: ClassVar[Mapping[str, OwnRule]] = {}  # no key: rules in `optimizer.file`; set likewise

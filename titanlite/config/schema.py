@@ -1,8 +1,8 @@
 """The config schema: one frozen dataclass per TOML section. This file is the reference of every key.
 
-A field has all that is said of its key: its type, with the range of a number, its default and its help text. Flags,
-`--help SECTION`, the JSON Schema and the page of every key are made from these. Types are what a TOML file can say:
-bool, int, float, str, tuples of str or of tables, tables of numbers, `Literal` choices, and `| None` for "not given".
+A field defines its key: the type, the range of a number, the default and the help text. Flags, `--help SECTION`, the
+JSON Schema and the reference page of all keys are made from the fields. Types are those that TOML can express: bool,
+int, float, str, tuples of str or of tables, tables of numbers, `Literal` choices, and `| None` for "not given".
 
 Most keys have the names of torchtitan's last TOML release, which `config/torchtitan.py` lists.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 from titanlite.config.architectures import ARCHITECTURES
 
-if TYPE_CHECKING:  # a checker cannot look into a table
+if TYPE_CHECKING:  # a type checker cannot evaluate the dict
     ArchitectureName = str
 else:
     ArchitectureName = Literal[tuple(ARCHITECTURES)]
@@ -21,11 +21,11 @@ else:
 FROM_CHECKPOINT = "from_checkpoint"
 """Flavor of a model whose dimensions are those of `checkpoint.initial_load_path`."""
 
-# Ranges of numbers: [ ] include the bound, ( ) exclude it. -1 stands for all where a range begins there, and 0 is none.
+# Ranges of numbers: [ ] include the bound, ( ) exclude it. If a range begins at -1, -1 means all, and 0 is illegal.
 PositiveInt = Annotated[int, "[1, inf)"]
 NonNegativeInt = Annotated[int, "[0, inf)"]
 CountOrAll = Annotated[int, "[-1, inf)"]
-Seconds = Annotated[int, "[1, 31536000]"]  # a year; a timedelta does not hold every number
+Seconds = Annotated[int, "[1, 31536000]"]  # at most a year, since a timedelta cannot hold every int
 PositiveFloat = Annotated[float, "(0, inf)"]
 NonNegativeFloat = Annotated[float, "[0, inf)"]
 Fraction = Annotated[float, "[0, 1]"]
@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 
 def key(default: T, about: str) -> T:
-    """Make the field of a key that need not be given: its default, and its help text."""
+    """Make the field of an optional key from its default and its help text `about`."""
     return field(default=default, metadata={"help": about})
 
 
 def required(about: str) -> Any:
-    """Make the field of a key that must be given, with its help text."""
+    """Make the field of a required key from its help text `about`."""
     return field(metadata={"help": about})
 
 

@@ -1,6 +1,6 @@
-"""Resolve the stages of a config, each in full: what a stage does not give is as in the one before.
+"""Resolve the stages of a config: a key that a stage leaves out has the value of the previous stage.
 
-Without `data.stage` a run is one stage. The step that a stage begins with depends on where training stands
+Without `data.stage` a run is one stage. The first step of a stage depends on the steps that training has already done
 (`titanlite/data/stages.py`).
 """
 
@@ -16,15 +16,15 @@ SOLE = ""
 
 @dataclass(frozen=True)
 class AskedStage:
-    """A stage as the config asks for it."""
+    """A stage of the run, with all values that the config asks for."""
 
-    at: int | None  # its place in `data.stage`; None: what holds from the start, without a table of its own
-    from_tokens: int  # trained on before it
-    seq_len: int  # S
-    sequences: int  # of a step, over all ranks
+    at: int | None  # index in `data.stage`; None: the first stage, if it has no table there
+    from_tokens: int  # tokens trained on before the stage
+    seq_len: int  # tokens per sequence (S)
+    sequences: int  # sequences of a step, over all ranks
     local_batch_size: int
-    weights: Mapping[str, str]  # of each source by name, as the file writes them: `0.3` is three tenths
-    lr_decay_to: float | None = None  # fraction of the peak at its end; None: the learning rate does not change
+    weights: Mapping[str, str]  # source → weight, as decimal text, which is exact
+    lr_decay_to: float | None = None  # learning rate at the end of the stage over its peak; None: no decay
 
     @property
     def tokens_per_step(self) -> int:
@@ -33,7 +33,7 @@ class AskedStage:
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Share of each source in the tokens, exactly; of those that have any."""
+        """Exact share of each source in the tokens of the stage, without sources of weight 0."""
         weights = {name: Fraction(text) for name, text in self.weights.items()}
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items() if weight}
@@ -47,7 +47,7 @@ def source_keys(config: Config) -> dict[str, tuple[str, str]]:
 
 
 def stage_configs(config: Config) -> Iterator[tuple[int | None, int, Config]]:
-    """Yield of each stage its place in `data.stage`, its first token, and the config with its shape in `[training]`."""
+    """Yield (index in `data.stage`, tokens before it, config with its length and batch in `[training]`) per stage."""
     now, stages = config, config.data.stage
     if not stages or stages[0].from_tokens:
         yield None, 0, now
@@ -59,7 +59,7 @@ def stage_configs(config: Config) -> Iterator[tuple[int | None, int, Config]]:
 
 
 def data_ranks(config: Config, world: int | None) -> int:
-    """Return how many ranks, or groups of context-parallel ranks, have samples of their own; at least, if unknown."""
+    """Return the number of data-parallel ranks, which have different samples; a lower bound if `world` is None."""
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
@@ -69,7 +69,7 @@ def data_ranks(config: Config, world: int | None) -> int:
 
 
 def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ...]:
-    """Return the stages of a config that was checked, over the fewest ranks if their number is not known."""
+    """Return the stages of a checked config. Without `world_size`, batches are those of the fewest possible ranks."""
     weights = {source.name: repr(source.weight) for source in config.data.mixture} or {SOLE: "1"}
     found: list[AskedStage] = []
     for n, from_tokens, now in stage_configs(config):
@@ -84,13 +84,13 @@ def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ..
 
 
 def follows_ranks(config: Config, world_size: int | None) -> bool:
-    """Return whether the batch of a stage follows from a number of data-parallel ranks that is not known."""
+    """Return whether the batch of any stage depends on the number of data-parallel ranks, which is unknown."""
     is_known = world_size is not None or config.parallelism.data_parallel_shard_degree != -1
     return not is_known and any(now.training.global_batch_size is None for _, _, now in stage_configs(config))
 
 
 def least_samples(config: Config, sequences: int, unit_len: int) -> int:
-    """Return the samples of `unit_len` tokens that a source must have: a step's, or one of a mixture."""
+    """Return the least samples of `unit_len` tokens in a source: those of one step, or one sample if in a mixture."""
     return 1 if config.data.mixture else max(1, -(-sequences * config.training.seq_len // unit_len))
 
 
@@ -100,14 +100,14 @@ def longest_seq_len(config: Config) -> int:
 
 
 def largest_stage(config: Config) -> Config:
-    """Return the config of the stage with most tokens in a micro-step, which decides on memory, without stages."""
+    """Return the config of the stage that needs most memory, with most tokens in a micro-step; it has no stages."""
     shapes = [config, *(now for _, _, now in stage_configs(config))]
     most = max(shapes, key=lambda now: (now.training.seq_len * now.training.local_batch_size, now.training.seq_len))
     return replace(most, data=replace(most.data, stage=()))
 
 
 def replaced_keys(config: Config) -> dict[str, str]:
-    """Return the keys without effect, each with the key that takes its place."""
+    """Return the keys that have no effect, each with the key that replaces it."""
     found: dict[str, str] = {}
     if config.data.mixture:
         found["data.source"] = "data.mixture"

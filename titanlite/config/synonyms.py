@@ -1,4 +1,4 @@
-"""Keys that other trainers, and Hugging Face's files, have for the same thing."""
+"""Names that other trainers, and Hugging Face's files, have for keys of titanlite."""
 
 _ELSEWHERE = {
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
@@ -34,4 +34,4 @@ _ELSEWHERE = {
     "activation_checkpoint.recipe": "gradient_checkpointing",
 }
 SYNONYMS = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
-"""Keys of other trainers, whatever their section, and what they are here."""
+"""Key of another trainer, without its section → key of titanlite."""

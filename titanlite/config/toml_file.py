@@ -19,8 +19,8 @@ from titanlite.durable import require_reachable
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 Table = dict[str, Any]
-_DEEPEST = 32  # tables and lists in each other, and files that extend each other; what has a meaning takes a few
-_LARGEST = 1 << 17  # bytes of a file: one that is larger is something else
+_DEEPEST = 32  # levels of nested tables and lists, and of files that extend each other; valid files have a few
+_LARGEST = 1 << 17  # bytes of a file; a larger one is no config
 
 
 def shipped_folder(name: str) -> Path:
@@ -37,15 +37,15 @@ def read_merged(
 
     Args:
         path: the file.
-        find: from a name in `extends` and the place that says it to the file that is meant.
-        added_first: a table whose order counts: keys that a file adds stand before those of the files it extends.
+        find: returns the file for a name in `extends` and the place of that name.
+        added_first: name of a table whose order counts: in it, keys of a file come before keys of the files it extends.
 
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
 
     def read_chain(path: Path, above: dict[str, Path]) -> tuple[Table, dict[str, Place]]:
-        """Read a file that those `above` extend."""
+        """Read a file and the files it extends. `above`: the files that extend it, by their real paths."""
         own, lines = _read_one(path)
         chain, line = {**above, os.path.realpath(path): path}, lines.pop("extends", None)
         extends: object = own.pop("extends", [])
@@ -61,7 +61,7 @@ def read_merged(
             _merge_table(table, places, over)
             places.update(over_places)
             if there and isinstance(after := table[added_first], dict):
-                items = sorted(cast("Table", after).items(), key=lambda each: each[0] in there)  # stable
+                items = sorted(cast("Table", after).items(), key=lambda each: each[0] in there)  # new keys first
                 table[added_first] = dict(items)
 
         for name in cast("list[object]", extends) if isinstance(extends, list) else [extends]:
@@ -72,7 +72,7 @@ def read_merged(
             if not os.path.isfile(base):
                 want = f"the path of an existing TOML file; there is no file {base}"
                 raise refuse(show(name), want, nearest_file(base))
-            plain = os.path.normpath(base)  # as a person writes it, unless a folder before `..` is a link elsewhere
+            plain = os.path.normpath(base)  # without `..`, unless a link makes this another file
             base = Path(plain) if os.path.realpath(plain) == os.path.realpath(base) else base
             if os.path.realpath(base) in chain:
                 circle = " → ".join(map(str, (*chain.values(), base)))
@@ -91,7 +91,7 @@ def read_merged(
 def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
     try:
         kind = path.stat()
-        if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):  # a read of it may wait for ever
+        if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):  # reading it might block forever
             raise OSError(errno.EINVAL, "a pipe or a device")
         if stat.S_ISREG(kind.st_mode) and kind.st_size > _LARGEST:
             raise OSError(errno.EFBIG, f"{kind.st_size:,} bytes, which no config has")
@@ -104,7 +104,7 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
         raise ConfigError(describe(str(path), [Problem(seen, "", want, fix, error.lineno)])) from None
     except UnicodeDecodeError as error:
         raise ConfigError.of(str(path), f"byte {error.start}", "", "text in UTF-8", "save the file as UTF-8") from None
-    except (RecursionError, ValueError) as error:  # of tomli, where what is valid goes beyond Python's limits
+    except (RecursionError, ValueError) as error:  # from tomli, if valid TOML exceeds Python's limits
         limit = str(error).partition(";")[0]
         problem = _too_deep(limit, None) if isinstance(error, RecursionError) else _too_large("a number", limit, None)
         raise ConfigError(describe(str(path), [problem])) from None
@@ -119,7 +119,7 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
 
 
 def _meaningless(value: object, key: str, lines: dict[str, int], depth: int = 0) -> Iterator[Problem]:
-    """Yield what TOML can say and nothing here can use, wherever it stands."""
+    """Yield a problem for each value that TOML allows but no config: too deep, over 64 bits, or text with NUL."""
     line = lines.get(key)
     if isinstance(value, dict | list) and depth == _DEEPEST:
         yield _too_deep(key, line)
@@ -144,7 +144,7 @@ def _too_large(where: str, saw: str, line: int | None) -> Problem:
 
 
 def nearest_file(path: Path) -> str:
-    """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
+    """Return advice on a missing file: the TOML file beside `path` that was probably meant, or the shipped configs."""
     beside = {p.stem: p for p in sorted(path.parent.glob("*.toml")) if os.path.isfile(p)}
     shipped = sorted(p.name for p in shipped_folder("configs").glob("*.toml"))
     if path.name in shipped:
@@ -155,7 +155,7 @@ def nearest_file(path: Path) -> str:
 
 
 def _merge_table(table: Table, places: dict[str, Place], over: Table, prefix: str = "") -> None:
-    """Merge `over` into `table`, and take out the places of what it replaces."""
+    """Merge `over` into `table`, and remove the places of the values that it replaces."""
     for key, value in over.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(table.get(key), dict):

@@ -1,9 +1,9 @@
-"""List the keys of torchtitan v0.2.2, the last release configured in TOML: the default there, and what it is here.
+"""List the keys of torchtitan v0.2.2, the last release configured in TOML: (torchtitan's default, titanlite's answer).
 
-A key that is the same here, with the same default, is left out. The answer is None where the default alone differs.
-Other answers begin with "use " and have what titanlite has as `section.key = value`, where `{}` is the given value, or
-say why to remove the key. `torchtitan_config.py` has those that depend on more. `docs/coming_from_torchtitan.md` is
-held to this file.
+A key with the same name and default in titanlite is left out. The answer is None if only the default differs. Other
+answers begin with "use " and name the counterpart as `section.key = value`, where `{}` is the given value, or say why
+to remove the key. Answers that depend on other keys are in `torchtitan_config.py`. A test compares
+`docs/coming_from_torchtitan.md` with this file.
 """
 
 import re
@@ -132,7 +132,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "debug.deterministic": (False, "use training.deterministic = {}"),
     "debug.deterministic_warn_only": (False, "a kernel that is not deterministic is an error"),
     "debug.moe_force_load_balance": (False, "tokens go where the router sends them"),
-    # Several that begin so; and keys of earlier releases.
+    # Prefixes that several keys share, and keys of earlier releases.
     "training.gc_": (None, _GARBAGE),
     "parallelism.pipeline_parallel_": (None, _PIPELINE),
     "quantize.grouped_mm": (None, _GROUPED),
@@ -180,7 +180,7 @@ SWITCHES = {
     "fault_tolerance.enable": ("fault_tolerance.",),
     "validation.enable": ("validation.",),
 }
-"""While one of these is at its default, keys that begin so ask for nothing."""
+"""Switch → prefixes of the keys that have no effect while the switch has its default."""
 
 IDLE = (
     *("job.description", "optimizer.implementation", "training.gc_", "training.dataloader."),
@@ -189,7 +189,7 @@ IDLE = (
     *("activation_checkpoint.determinism_check", "checkpoint.last_save_model_only"),
     *("quantize.linear.float8.enable_", "quantize.linear.float8.precompute_"),
 )
-"""Keys that change nothing that is trained or written, at any value."""
+"""Keys, or prefixes of keys, that at any value change neither training nor files."""
 
 ASKED_BY_DEFAULT = (
     *("model.flavor", "model.hf_assets_path", "training.dataset", "checkpoint.initial_load_in_hf"),
@@ -197,7 +197,7 @@ ASKED_BY_DEFAULT = (
     *("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"),
     *("validation.dataset", "validation.local_batch_size", "validation.seq_len"),
 )
-"""Keys that ask for something at their default, too. All others ask for nothing there."""
+"""Keys whose default needs a line in a config of titanlite. All other keys need none at their default."""
 
 MODELS = {
     **dict.fromkeys(("deepseek_v3", "flux", "gpt_oss", "llama4", "vlm", "transformers_modeling_backend"), ""),
@@ -205,7 +205,7 @@ MODELS = {
     "autoparallel.local_map_deepseek_v3": "",
     **dict.fromkeys(("llama3_ft", "simple_fsdp.llama3", "compiler_toolkit.llama3", "autoparallel.llama3"), "llama3"),
 }
-"""Other values that `model.name` has there, and the model that each is here; "" if there is none."""
+"""Value of torchtitan's `model.name` that titanlite lacks → titanlite's name of the model; "" if it has none."""
 
 _DEBUG = {"n_layers": 6, "dim": 256, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 768, "vocab_size": 2048}
 FLAVORS: dict[tuple[str, str], dict[str, Any]] = {
@@ -217,27 +217,27 @@ FLAVORS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3", "30B-A3B"): {"name": "qwen3_moe", "flavor": "30B-A3B"},
     ("qwen3", "235B-A22B"): {"name": "qwen3_moe", "rope_theta": 5e6, "flavor": "235B-A22B"},
 }
-"""Sizes that are called otherwise here, as keys of `[model]`; mixtures have an architecture of their own."""
+"""(Model, flavor) of torchtitan → keys of `[model]` in titanlite, where no flavor has the same name."""
 
 BALANCED = (
     "balanced by a loss, as it was published, and there by a bias: for that, extend its recipe by a table [experts] "
     "with balance_loss = 0.0, balance_bias = 0.001"
 )
-"""Said of published mixtures, which differ in this; the recipe of `torchtitan-debug` has the bias."""
+"""Remark on published mixtures, whose routers are balanced differently. `torchtitan-debug` already has the bias."""
 
 DATASETS = {
     "c4": "hf:allenai/c4:en",
     "c4_test": "hf:./tests/assets/c4_test",
     "c4_validation": "hf:allenai/c4:en:validation",
 }
-"""Sources that its names of datasets load."""
+"""Name of a dataset in torchtitan → `data.source` that loads it."""
 
 UNSAID: dict[str, Any] = {
     "optimizer.weight_decay_exclude": [],
     "data.add_bos_token": True,
     "data.document_mask": False,
 }
-"""Values that it uses without a key for them."""
+"""Key of titanlite → the fixed value in torchtitan, which has no such key."""
 
 VALUES: dict[str, dict[object, str]] = {
     "activation_checkpoint.recipe": {
@@ -260,14 +260,14 @@ VALUES: dict[str, dict[object, str]] = {
         for name, ours in MODELS.items()
     },
 }
-"""Values of keys that are the same here, or that recipes were called, and what to write instead."""
+"""Key of titanlite → value of torchtitan, or former name of a recipe → what to write instead."""
 
 MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")
-"""A flavor of a model that masks other documents."""
+"""Matches a flavor of torchtitan with document masks; group 1 is the flavor without them."""
 
 
 def answer_to_key(key: str) -> str | None:
-    """Say what a dotted key of torchtitan, or a section of it, is here, with `{}` for its value; None of any other."""
+    """Return the answer for a dotted key or a section of torchtitan, with `{}` for the value; None if unknown."""
     if key in KEYS:
         return KEYS[key][1]
     begun = [name for name in KEYS if f"{key}.".startswith(name if name.endswith("_") else f"{name}.")]
@@ -275,12 +275,12 @@ def answer_to_key(key: str) -> str | None:
 
 
 def answer_to_value(key: str, value: object) -> str | None:
-    """Say what to write instead of a value of torchtitan that a key of the same name has not; None if it has it."""
+    """Return what to write instead of torchtitan's `value` of a key; None if titanlite's key takes the same value."""
     return VALUES[key].get(value) if key in VALUES and isinstance(value, str | int | float) else None
 
 
 def flavor(architecture: str, name: str) -> str | None:
-    """Say what a size of torchtitan is here, or None if it has none of this name that is called otherwise."""
+    """Return how titanlite's config names a flavor of torchtitan; None if the name is the same or unknown."""
     if here := FLAVORS.get((architecture, name)):
         answer = f"use {', '.join(f'model.{key} = {show(value)}' for key, value in here.items())}"
         return f"{answer}; {BALANCED}" if here["flavor"] == name else answer

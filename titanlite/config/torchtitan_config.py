@@ -1,6 +1,7 @@
-"""Say what each key of a torchtitan config is in titanlite, where that depends on its value or on other keys.
+"""Find titanlite's counterpart of each key of a torchtitan config, if it depends on the value or on other keys.
 
-What a key always is says `torchtitan.py`. Here are also the keys that ask for nothing, and the defaults that differ.
+`torchtitan.py` lists the answers that are always the same. This module also finds keys that would change nothing, and
+defaults that differ.
 """
 
 import os
@@ -32,40 +33,40 @@ SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
 class TorchtitanConfig:
-    """The keys of a torchtitan config, those of titanlite among them, and the defaults there of all others."""
+    """The values of a torchtitan config, with torchtitan's defaults for keys that are not given."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given
 
     def __call__(self, key: str) -> Any:
-        """Return the value; the default for one of another type."""
+        """Return the value of `key`, or torchtitan's default if the key is missing or its value has another type."""
         return self.given.get(key, default_there(key)) if self.fits(key) else default_there(key)
 
     def fits(self, key: str) -> bool:
-        """Return whether a value, if one is given, has the type of the default, where that has one."""
+        """Return whether the value of `key` has the type of its default. True if either is missing."""
         default = default_there(key)
         value = self.given.get(key, default)
         return default is None or type(value) is type(default) or (type(default) is float and type(value) is int)
 
     def asks_nothing(self, key: str) -> bool:
-        """Return whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
+        """Return whether a key that titanlite lacks can be left out: no effect, or titanlite does the same anyway."""
         if not self.fits(key):
             return False
         is_default = self(key) == default_there(key) and key not in ASKED_BY_DEFAULT
         return is_default or key.startswith(IDLE) or self.is_off(key) or self._is_settled(key)
 
     def is_off(self, key: str) -> bool:
-        """Return whether a key belongs to a feature that is not on."""
+        """Return whether a key belongs to a feature that is switched off."""
         off = (s for s, keys in SWITCHES.items() if s not in (key, *stands_for(key)) and key.startswith(keys))
         return not all(map(self._is_on, off))
 
     def _is_on(self, switch: str) -> bool:
-        """Return whether a feature is on, by its switch or by what an earlier release called that."""
+        """Return whether a feature is on, by `switch` or by the name of this key in an earlier release."""
         names = [key for key in self.given if KEYS.get(key) == (None, f"use {switch} = {{}}")]
         return any(self(name) not in (default_there(switch), None) for name in (switch, *names))
 
     def _is_settled(self, key: str) -> bool:
-        """Return whether another key covers this one, or its value is what titanlite has."""
+        """Return whether another given key replaces `key`, or its value is what titanlite does anyway."""
         mode = "activation_checkpoint.mode"
         if (here := stands_for(key)) and here <= {*self.given}:
             return True
@@ -90,7 +91,7 @@ class TorchtitanConfig:
                 return False
 
     def answer(self, key: str) -> str:
-        """Say what a key is here."""
+        """Return how to write `key` and its value in titanlite, or why to remove it."""
         value: Any = self(key)
         text = answer_to_key(key) or ""
         if not self.fits(key):
@@ -130,7 +131,7 @@ class TorchtitanConfig:
         return text.replace("{}", show(value))
 
     def _tokens(self) -> int:
-        """Return a round number of tokens, at least what the run takes where its ranks are known."""
+        """Return a round number of tokens, at least those of the run; 100 million if the number of ranks is unknown."""
         ranks = self("parallelism.data_parallel_replicate_degree") * self("parallelism.data_parallel_shard_degree")
         batch = max(self("training.global_batch_size"), self("training.local_batch_size") * ranks)
         takes = batch * self("training.steps") * self("training.seq_len") * 11 // 10
@@ -140,7 +141,7 @@ class TorchtitanConfig:
         return -(-takes // unit) * unit
 
     def _filters(self, kind: str, given: list[str]) -> tuple[list[str], str]:
-        """Return the layers that a conversion leaves alone, by their names here, and a remark."""
+        """Return the layers that the conversion to `kind` excludes, by titanlite's names, and a remark on them."""
         kept, said = [one for one in given if one != "auto_filter_small_kn"], ""
         if len(kept) < len(given):
             said += "; titanlite has no auto_filter_small_kn"
@@ -156,12 +157,12 @@ class TorchtitanConfig:
         return named, said
 
     def _converts(self, kind: str, part: str = "linear") -> bool:
-        """Return whether layers are converted to `kind`; linear ones also under their name of the release before."""
+        """Return whether `model.converters` converts a `part` to `kind`; linear layers also by an older, short name."""
         names = (f"quantize.{part}.{kind}", *((kind,) if part == "linear" else ()))
         return any(name in names for name in self("model.converters"))
 
     def left_out(self, given: Collection[str]) -> dict[str, str]:
-        """Return the keys of titanlite that are not `given` and have another default, with that of torchtitan."""
+        """Return the keys of titanlite that are not `given` and whose default differs, with torchtitan's as TOML."""
         found = {key: show(value) for key, value in UNSAID.items()}
         for key, (default, answer) in KEYS.items():
             if key in self.given or self.is_off(key):
@@ -170,9 +171,9 @@ class TorchtitanConfig:
                 found |= {} if self._is_settled(key) else dict(SETS.findall(self.answer(key)))
             elif answer is None and key != BATCH:
                 found[key] = show(default)
-        if self("training.steps") < self("lr_scheduler.warmup_steps"):  # where warm-up is as long as the run at most
+        if self("training.steps") < self("lr_scheduler.warmup_steps"):  # torchtitan shortens warm-up to the run
             found["lr_scheduler.warmup_steps"] = show(self("training.steps"))
-        if self("model.name") == "qwen3":  # whose tokenizers have no bos_token
+        if self("model.name") == "qwen3":  # its tokenizers have no bos_token
             del found[BOS]
         if MASKS.fullmatch(str(self("model.flavor"))):
             del found["data.document_mask"]
@@ -181,7 +182,7 @@ class TorchtitanConfig:
 
 
 def save_list(mode: str, option: str) -> str:
-    """Say which save-list an `activation_checkpoint.mode` of torchtitan is."""
+    """Return advice on the save-list for torchtitan's `activation_checkpoint.mode` and `selective_ac_option`."""
     here = VALUES["activation_checkpoint.recipe"]
     if mode == "memory_budget":
         return here[mode]
@@ -194,13 +195,13 @@ def save_list(mode: str, option: str) -> str:
 
 
 def stands_for(key: str) -> set[str]:
-    """Return the keys that are set here where torchtitan sets `key`."""
+    """Return the keys of titanlite that take the place of torchtitan's `key`."""
     answer = answer_to_key(key) or ""
     return {*re.findall(r"[a-z0-9_]+\.[a-z0-9_]+", answer if answer.startswith("use ") else "")}
 
 
 def default_there(key: str) -> Any:
-    """Return torchtitan's default of a key; None where it has none, or has no counterpart but for its beginning."""
+    """Return torchtitan's default of a key; None if it has none, or if `KEYS` lists only a prefix of the key."""
     if key in KEYS:
         return KEYS[key][0]
     return attrgetter(key)(Config()) if key in schema_keys() else None

@@ -10,14 +10,14 @@ from titanlite.config.stages import replaced_keys
 
 
 def to_toml(config: Any) -> str:
-    """Return a config, or a recipe, as TOML, with every value that it resolved to but None, which TOML has not."""
+    """Return a resolved config or recipe as TOML text, with all values except None, which TOML lacks."""
     return tomli_w.dumps(toml_table(config))
 
 
 def toml_table(config: Any) -> dict[str, Any]:
-    """Return a config, or a recipe, as the table that its TOML says."""
+    """Return a config or recipe as nested dicts, without None and without keys that other keys replace."""
     table = dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None})
-    for replaced in replaced_keys(config) if isinstance(config, Config) else ():  # which reading would refuse
+    for replaced in replaced_keys(config) if isinstance(config, Config) else ():  # else it could not be read back
         section, _, key = replaced.partition(".")
         del table[section][key]
     return table
