@@ -1,4 +1,4 @@
-"""Decide with which tokenizer, and how often, the tasks of a run are evaluated. No torch here."""
+"""Check the tasks of a run and their tokenizer, and choose the steps between evaluations. Does not import torch."""
 
 import math
 
@@ -11,17 +11,17 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
 from titanlite.evaluation.tasks import KEY, load_tasks
 
-_LEAST = 1000  # steps between evaluations
-_SHARE = 0.02  # evaluated tokens over trained ones: forward alone is a third of a step, or half without a compiler
+_LEAST = 1000  # least steps between evaluations, if the config gives none
+_SHARE = 0.02  # most evaluated tokens per trained token; a forward pass takes 1/3 of a step, or 1/2 without compiler
 
 
 def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | None, origin: Origin) -> None:
     """Check the tasks of a run before it starts, except those on the hub.
 
-    `inputs` is None if the sources are wrong, `vocab_size` if it is not known.
+    `inputs` is None if the sources are wrong. `vocab_size` is None if it is unknown.
 
     Raises:
-        DataError: a task cannot be read, or there is no tokenizer for it.
+        DataError: a task cannot be read, or the config names no tokenizer for it.
     """
     if not config.evaluation.tasks:
         return
@@ -38,10 +38,10 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
 
 
 def interval(config: Config, world_size: int, tokens: int) -> int:
-    """Return the steps between evaluations, as given, or such that evaluation takes little of the time.
+    """Return the steps between evaluations: `evaluation.freq`, or so many that evaluation takes little time.
 
-    It depends on `world_size` only where `training.global_batch_size` is not given. `tokens` are those of an
-    evaluation, with padding.
+    `world_size` matters only if `training.global_batch_size` is not given. `tokens`: number of tokens, padding
+    included, in one evaluation.
     """
     if config.evaluation.freq is not None:
         return config.evaluation.freq

@@ -1,4 +1,4 @@
-"""A model with its weights alone, for evaluation: sharded as a run's, without optimizer, float8 or compiler."""
+"""Load a model and its weights for evaluation, sharded by FSDP, without optimizer, float8 or compiler."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,14 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 def load_model(
     config: Config, dims: ModelDims, device: Device, checkpoint: Path | None = None, averaged: bool = False
 ) -> tuple[nn.Module, Mesh]:
-    """Build the model of a config, sharded over all processes, and load its weights; collective.
+    """Build the model of a config, sharded over all processes, and load its weights. Collective.
 
     Args:
-        config: the run; its layout is not used.
+        config: config of the run; `[parallelism]` is ignored.
         dims: the model's dimensions.
-        device: of this process; the process group exists.
-        checkpoint: of a run; None: the folder `checkpoint.initial_load_path`.
-        averaged: load the checkpoint's average of weights.
+        device: device of this process; the process group must exist.
+        checkpoint: checkpoint of a run; None: load the folder `checkpoint.initial_load_path`.
+        averaged: load the moving average of the weights from the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the weights are damaged or of another model.

@@ -1,11 +1,11 @@
-"""Encode the choices of tasks as requests, and pack these into batches of one shape. No torch here.
+"""Encode the choices of tasks as requests, and pack the requests into batches of one shape. Does not import torch.
 
 A request is a question's context and one of its choices; its score is the log-likelihood of the choice's tokens. A
-batch has M tokens, as a micro-step of training, so that kernels get the shape they were made for; or one request, if
-that is longer. Few requests have S tokens, so a batch is rows of L tokens, the shortest of S, S/2, S/4, … that its
-requests fit in. A request has a row of its own, as attention would see another before it.
+batch has M tokens, as a micro-step of training, so that kernels get the shape they were made for. A longer request is a
+batch alone. Few requests have S tokens, the length of sequences in training. So a batch consists of rows of L tokens,
+the shortest of S, S/2, S/4, … into which its requests fit. Each row has one request, since attention would see others.
 
-Batches do not depend on the number of ranks: a data-parallel rank takes each dp-th.
+Batches do not depend on the number of ranks: of dp data-parallel ranks, each takes every dp-th batch.
 """
 
 from collections.abc import Sequence
@@ -22,36 +22,37 @@ _SHORTEST_ROW = 32  # tokens
 
 
 class Request(NamedTuple):
-    """A context and a choice."""
+    """The context of a question and one of its choices, as tokens."""
 
-    tokens: np.ndarray  # [n + 1] int64; the first n are read, each of the last `n_scored` is to be predicted
+    tokens: np.ndarray  # [n + 1] int64; the first n are the input, the last `n_scored` are predicted and scored
     n_scored: int
 
 
 class EncodedTask(NamedTuple):
-    """A task as requests."""
+    """A task encoded as requests."""
 
     task: Task
-    requests: list[Request]  # all choices of the first question, then of the next
-    n_cut: int  # requests longer than a sequence, whose context lost its beginning
+    requests: list[Request]  # one per choice: all of the first question, then all of the next
+    n_cut: int  # number of requests longer than a sequence, whose context was cut at the beginning
 
 
 class RowBatch(NamedTuple):
-    """The requests of a batch, a row each."""
+    """A batch of requests, each in a row."""
 
-    row_len: int  # L
-    numbers: list[int]  # places of its requests, at most M / L
+    row_len: int  # tokens of a row (L)
+    numbers: list[int]  # indices of its requests in the list of all requests; at most M / L
 
 
 def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
     """Encode a task as lm-eval does.
 
-    Context and choice, with a blank between them, are encoded as one text; the tokens behind as many as the context
-    alone has are the choice. Blanks at the end of a context belong to the choice. The tokenizer's `bos_id`, if it has
-    one, precedes each text; an empty context is this or the separator. A text longer than S = `seq_len` keeps its end.
+    Context and choice, joined by a blank, are encoded as one text. The choice is all tokens after the first n, where n
+    is the length of the encoded context without the blanks at its end. The tokenizer's `bos_id`, if it has one,
+    precedes each text; an empty context becomes `bos_id` or the separator. A text longer than `seq_len` is cut at the
+    beginning.
 
     Raises:
-        DataError: the tokenizer cannot encode a text, or a choice has no token of its own or more than `seq_len`.
+        DataError: the tokenizer cannot encode a text, or a choice has no tokens or more than `seq_len`.
     """
     contexts, wholes = list[str](), list[str]()
     for question in task.questions:
@@ -82,13 +83,13 @@ def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
 
 
 def pack(requests: Sequence[Request], seq_len: int, tokens: int, whole_rows: bool = False) -> list[RowBatch]:
-    """Pack requests of one row length into batches of M tokens, or of one row if that is longer.
+    """Pack requests that fit in the same row length into batches of M tokens, or of one row if a row is longer.
 
     Args:
-        requests: all of them.
-        seq_len: S.
-        tokens: M.
-        whole_rows: give each request S tokens, for a model that takes no other length.
+        requests: the requests of all tasks.
+        seq_len: length of the longest row (S).
+        tokens: tokens of a batch (M).
+        whole_rows: make all rows S tokens long, for a model that takes no other length.
     """
     by_row: dict[int, list[int]] = {}
     for number, request in enumerate(requests):

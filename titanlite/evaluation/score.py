@@ -1,8 +1,8 @@
-"""Score multiple-choice tasks: which choice a model finds likeliest, as a whole and by its length.
+"""Score multiple-choice tasks: find the choice that a model finds likeliest, in total and per byte.
 
-The model's answer is the choice with the greatest log-likelihood, summed over its tokens. `accuracy_norm` divides that
-by the choice's bytes in UTF-8, so that long choices are not unlikely for their length. lm-eval calls them acc and
-acc_bytes; its acc_norm divides by characters.
+The model's answer is the choice with the greatest log-likelihood, summed over its tokens. For `accuracy_norm`, the sum
+is divided by the choice's bytes in UTF-8, so that long choices have no disadvantage. lm-eval calls the two accuracies
+acc and acc_bytes; its acc_norm divides by characters.
 
 Scores are bitwise equal under any number of data-parallel ranks. Tensor parallelism adds partial sums in another order,
 so that log-likelihoods differ by rounding.
@@ -32,26 +32,26 @@ class Score:
 
     task: str
     questions: int
-    accuracy: float  # NaN, as `accuracy_norm`, if a log-likelihood is not finite
-    accuracy_norm: float
-    log_likelihoods: list[list[float]]  # of the choices of each question, nats
+    accuracy: float  # share of right answers; NaN if a log-likelihood is not finite
+    accuracy_norm: float  # likewise, by log-likelihood per byte
+    log_likelihoods: list[list[float]]  # in nats, of each choice of each question
     choices: list[int]  # index of the likeliest choice of each question
-    choices_norm: list[int]  # likewise, by bytes
+    choices_norm: list[int]  # likewise, by log-likelihood per byte
 
     def standard_error(self, accuracy: float) -> float:
-        """Return the standard error of an accuracy over the questions; NaN of one question."""
+        """Return the standard error of an accuracy over the questions; NaN for a single question."""
         return (accuracy * (1 - accuracy) / (self.questions - 1)) ** 0.5 if self.questions > 1 else float("nan")
 
 
 class Evaluator:
-    """Tasks as batches for a model of one shape.
+    """Scores tasks with a model, in batches of as many tokens as a micro-step of training.
 
     Args:
         tasks: encoded for sequences of `seq_len`.
-        seq_len: S.
-        tokens: M, of a rank in a micro-step.
-        whole_rows: give each request S tokens, for a model that takes no other length.
-        softcap: of the model's logits; 0: none.
+        seq_len: tokens of a sequence in training (S).
+        tokens: tokens of a rank in a micro-step (M).
+        whole_rows: make all rows S tokens long, for a model that takes no other length.
+        softcap: cap of the model's logits; 0: none.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class Evaluator:
         self.tasks, self.tokens, self.softcap = tasks, tokens, softcap
         self.requests = [request for task in tasks for request in task.requests]
         self.batches = pack(self.requests, seq_len, tokens, whole_rows)
-        self.row_tokens = sum(batch.row_len * len(batch.numbers) for batch in self.batches)  # with their padding
+        self.row_tokens = sum(batch.row_len * len(batch.numbers) for batch in self.batches)  # with padding
 
     @torch.no_grad()
     def score(self, model: nn.Module, mesh: Mesh, progress: Callable[[], object] = lambda: None) -> list[Score]:
-        """Score all tasks; collective, with the same scores on every rank. `progress` is called before each batch.
+        """Score all tasks. Collective; every rank returns the same scores. `progress` is called before each batch.
 
-        `model` takes [M] tokens and `sequences` to logits [M, V/tp].
+        `model` maps [M] tokens and `sequences` to logits [M, V/tp]: the vocabulary is split over tp ranks.
         """
         is_training = model.training
         model.eval()
         found = torch.zeros(len(self.requests), dtype=torch.float64, device=mesh.device)
-        with torch.compiler.set_stance("force_eager"):  # each length of rows would have blocks compiled anew
+        with torch.compiler.set_stance("force_eager"):  # each row length would compile the blocks again
             for first in range(0, len(self.batches), mesh.dp_size):
                 progress()
-                # A rank with nothing left takes part: weights are gathered from all.
+                # A rank without a batch computes an empty one: all ranks take part in the all-gathers of weights.
                 mine = self.batches[first + mesh.dp_rank :][:1] or [RowBatch(self.batches[first].row_len, [])]
                 self._score_batch(mine[0], model, mesh, found)
         model.train(is_training)
         if mesh.tp_group is not None and mesh.tp_group.rank > 0:
-            found.zero_()  # each is counted once
+            found.zero_()  # so that the sum counts each score once
         dist.all_reduce(found)
         return self._scores(found.cpu().numpy())
 
@@ -123,14 +123,14 @@ class Evaluator:
 
 
 def require_same_questions(of_ranks: Sequence[Sequence[str]]) -> None:
-    """Raise a DataError if ranks have read different questions, by the fingerprints of each rank's tasks."""
+    """Raise a DataError if ranks have read different questions. `of_ranks`: fingerprints of the tasks on each rank."""
     if different := [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]:
         saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
         raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
 
 
 def batch_of(batch: RowBatch, requests: Sequence[Request], tokens: int) -> tuple[Tensor, Tensor]:
-    """Make the tokens and targets of a batch, [M] int64 each; a target is IGNORE_INDEX where none is scored."""
+    """Make the tokens and targets of a batch, [M] int64 each; targets that are not scored are IGNORE_INDEX."""
     given = np.zeros((max(1, tokens // batch.row_len), batch.row_len), np.int64)
     targets = np.full_like(given, IGNORE_INDEX)
     for row, number in enumerate(batch.numbers):

@@ -1,11 +1,11 @@
-"""Read multiple-choice tasks: questions, the choices of each, and which one is right. No torch here.
+"""Read multiple-choice tasks: questions, their choices, and the index of the right choice. Does not import torch.
 
 A task is a .jsonl file, one question a line:
 
     {"query": "The capital of France is", "choices": ["Rome", "Paris"], "gold": 1}
 
-`context` is another name for `query`. A choice follows its query behind one blank. HellaSwag, ARC and PIQA are known by
-name: read from the hub, or the cache of `datasets`, and put into this form as lm-eval does.
+`context` is another name for `query`. A blank separates query and choice. HellaSwag, ARC and PIQA can be given by name:
+they are read from the hub, or from the cache of `datasets`, and brought into this form as lm-eval does.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ _FORM = 'an object such as {"query": "The capital of France is", "choices": ["Ro
 
 
 class Question(NamedTuple):
-    """One question."""
+    """A question of a task, with its choices."""
 
     context: str  # may be empty
     choices: tuple[str, ...]  # at least two, none of them empty
-    gold: int  # index of the right one
+    gold: int  # index of the right choice
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the questions."""
+        """Return a hash of all questions, with which ranks check that theirs are the same."""
         return hashlib.blake2b(json.dumps(self.questions).encode(), digest_size=16).hexdigest()
 
 
 class _HubTask(NamedTuple):
-    path: str  # on the hub
+    path: str  # name of the dataset on the hub
     config: str | None
     split: str
     question: Callable[[Mapping[str, Any]], Question]
@@ -62,7 +62,7 @@ def _hellaswag(row: Mapping[str, Any]) -> Question:
 
 
 def _cleaned(text: str) -> str:
-    """Remove WikiHow's marks from a text of HellaSwag."""
+    """Remove WikiHow's markup, such as [title], from a text of HellaSwag."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -87,11 +87,11 @@ def load_tasks(tasks: Sequence[str], with_hub: bool = True) -> list[Task]:
     """Read the tasks of a config.
 
     Args:
-        tasks: each the path of a .jsonl, `NAME=PATH`, or a name of `HUB`.
-        with_hub: False: check names, and read files alone.
+        tasks: each is the path of a .jsonl file, `NAME=PATH`, or a name in `HUB`.
+        with_hub: False: read only files; of tasks on the hub only the names are checked.
 
     Raises:
-        DataError: with all problems found.
+        DataError: tasks cannot be read; it names all problems.
     """
     messages, found, names = list[Any](), list[Task](), set[str]()
     for text in tasks:
@@ -112,7 +112,7 @@ def load_tasks(tasks: Sequence[str], with_hub: bool = True) -> list[Task]:
 
 
 def _name_and_path(text: str) -> tuple[str, Path | None]:
-    """Return a task's name, and its file; None if it is on the hub."""
+    """Return the name of a task, and its file, which is None for a task on the hub."""
     if text in HUB:
         return text, None
     name, is_named, path = text.partition("=")
@@ -150,7 +150,7 @@ def _of_file(name: str, text: str, path: Path) -> Task:
 
 
 def _question(line: bytes) -> Question | str:
-    """Read one question, or return what is wanted in its place."""
+    """Read the question in a line; if it is malformed, return a description of what is wanted instead."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -174,7 +174,7 @@ def _of_hub(name: str) -> Task:
     try:
         rows: Any = datasets.load_dataset(task.path, task.config, split=task.split)
         questions = tuple(map(task.question, rows))
-    except Exception as error:  # of the network, of a cache, of a dataset that is another by now
+    except Exception as error:  # the network or the cache may fail, or the dataset may have changed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         want = f"the dataset {task.path} of the hub, or its copy in the cache of `datasets` ({reason})"
         fix = f"hf download --repo-type dataset {task.path} where there is a network; or name a .jsonl file"
