@@ -1,10 +1,10 @@
 """Describe each shipped architecture without importing its model file: its class, the keys of its recipes, and Hugging
 Face's names and layout of its weights and dimensions.
 
-A layer of titanlite that fuses several weights corresponds to several layers of Hugging Face's model. Only GPT-2 fuses
-queries, keys and values in both, in another order. The keys of config.json are those that the model code of
-transformers 5.24 reads, and those that older releases wrote. A `Field` with a dimension gives the recipe its value. Any
-other `Field` must have the value listed here. An unknown key is refused, because it may change the model.
+A layer of titanlite that fuses several weights corresponds to several layers of Hugging Face's model. Only GPT-2's
+queries, keys and values are fused there, too, but in another order. The keys of config.json are those that the model
+code of transformers 5.24 reads, and those that older releases wrote. A `Field` with a dimension gives the recipe its
+value. Any other `Field` must have the value listed here. An unknown key is refused, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -201,10 +201,10 @@ _OF_SOME = ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every
 class Architecture:
     """One shipped architecture, and how Hugging Face stores its weights and dimensions."""
 
-    class_name: str  # class of the model in `titanlite/models/<name>.py`, or in `<module>.py` there
+    class_name: str  # class of the model in `titanlite/models/<name>.py` or, with `module`, `<module>.py`
     hub_class: str  # class of transformers that computes the same
     model_type: str  # value of `model_type` in config.json
-    names: Mapping[str, str]  # our layer, unfused → Hugging Face's layer; layers of one name are joined by rows
+    names: Mapping[str, str]  # our layer, unfused → Hugging Face's; layers with the same target are joined by rows
     fields: Mapping[str, Field]  # by key of config.json
     without_effect: str  # further keys of config.json on which no logit depends, separated by blanks
     may_have: tuple[str, ...] = ()  # optional keys of its recipes that not every architecture has

@@ -100,7 +100,7 @@ def _lacks_lists(hint: Any, value: object) -> bool:
 
 
 def options_of(hint: Any) -> list[Any]:
-    """Return the members of a union without None, which TOML lacks. For any other type return a list of it alone."""
+    """Return the members of a union without None, which TOML lacks. For any other type return a list with that type."""
     if get_origin(hint) in (Union, types.UnionType):
         return [o for o in get_args(hint) if o is not type(None)]
     return [hint]

@@ -78,7 +78,7 @@ def config_problems(
             key = "training.seq_len" if seq_len == config.training.seq_len else "data.stage"
             problems.add(key, str(seq_len), want, f"seq_len = {longest}")
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim or 1, model.vocab_size)
-    is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # False: a range was reported
+    is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # if False, a problem was added above
     if are_read("training", "data"):
         check_data(config, problems)
     if is_in_range and are_read("training", "parallelism"):

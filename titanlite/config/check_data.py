@@ -1,4 +1,4 @@
-"""Check keys of data, mixture, stages and validation against each other, without reading a file of the data."""
+"""Check keys of data, mixture, stages and validation against each other, without reading any data."""
 
 import re
 
@@ -57,7 +57,7 @@ def check_data(config: Config, problems: Problems) -> None:
 
 
 def _check_lengths(config: Config, problems: Problems) -> None:
-    """Refuse sequence lengths that do not divide the longest. The problem names the one that fits fewest others."""
+    """Refuse sequence lengths that do not divide the longest. The problem names the length that fits fewest others."""
     given = {"training.seq_len": config.training.seq_len}
     given |= {f"data.stage[{n}].seq_len": stage.seq_len for n, stage in enumerate(config.data.stage) if stage.seq_len}
     lengths = [length for length in given.values() if length]

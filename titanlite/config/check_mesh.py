@@ -87,7 +87,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
 
 
 def check_context_parallel(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
-    """Check that ranks can share a micro-batch in runs of `RUN` tokens. `stage`: key of its table, for messages."""
+    """Check that ranks can share a micro-batch in runs of `RUN` tokens. `stage`: table of its shape, for messages."""
     context, training = config.parallelism.context_parallel_degree, config.training
     if context == 1:
         return
@@ -129,7 +129,7 @@ def check_expert_parallel(config: Config, model: ModelDims | None, world: int | 
 
 
 def check_batch(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
-    """Check that the global batch is a multiple of a micro-step over all ranks. `stage`: its table, for messages."""
+    """Check that the global batch is a multiple of a micro-step over all ranks. `stage`: table of the batch."""
     asked, local = config.training.global_batch_size, config.training.local_batch_size
     if asked is None or asked < 1:
         return  # None: one micro-step; below 1: reported as out of range
@@ -173,6 +173,6 @@ def _divisors(n: int) -> list[int]:
 
 
 def _pick(name: str, asked: int, legal: list[int]) -> str:
-    """Return a fix with the legal value that is nearest to `asked`, and the second nearest in parentheses."""
+    """Return the text "name = value" with the legal value nearest to `asked`, and the second nearest in parentheses."""
     first, *others = sorted(legal, key=lambda n: (abs(n - asked), n))[:2]
     return f"{name} = {first}" + (f" (or {others[0]})" if others else "")

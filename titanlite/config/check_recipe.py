@@ -51,7 +51,7 @@ _PAIRS = {  # granularities of the two operands that one matmul can combine
 
 
 def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
-    """Check that the formats and scales of the operands fit in each matmul, and that the other keys fit them."""
+    """Check that formats and scales of operands can be combined in each matmul, and that the other keys allow them."""
     for matmul, (left, right) in MATMULS.items():
         a, b = getattr(recipe, left), getattr(recipe, right)
         grain_a, grain_b = recipe.operands(matmul)
@@ -66,7 +66,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
             problems.add(f"{right}.dtype", '"e5m2"', want, f'{right}.dtype = "e4m3"')
         elif frozenset({grain_a, grain_b}) not in _PAIRS:
             kept, wrong = (f"{left}.{matmul}", grain_a), (f"{right}.{matmul}", grain_b)
-            if problems.is_own(kept[0]) and not problems.is_own(wrong[0]):  # name the key of this file, not of a base
+            if problems.is_own(kept[0]) and not problems.is_own(wrong[0]):  # report a key of this file, not of its base
                 kept, wrong = wrong, kept
             fitting = [show(g) for g in get_args(Granularity) if frozenset({kept[1], g}) in _PAIRS]
             want = f"one of {', '.join(fitting)} beside {kept[0]} = {show(kept[1])}"
@@ -86,7 +86,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
             given.append("scale_rounding")
             want = 'scale_rounding = "pow2_floor": backward casts rows again, by column'
-        if want:  # name the key of this file, not of a base
+        if want:  # report a key of this file, not of its base
             key = next(filter(problems.is_own, given), "fsdp_all_gather")
             refuse(key, f'beside fsdp_all_gather = "float8", {want}', 'fsdp_all_gather = "high_precision"')
     if recipe.reduce_amax and (others := sorted(set(recipe.granularities) - {"tensor"})):
@@ -151,7 +151,7 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
 
 
 def _check_polynomials(key: str, polynomials: tuple[tuple[float, ...], ...], problems: Problems) -> None:
-    """Check that each polynomial has three coefficients, and that singular values stay in (0, 3] under all in turn."""
+    """Check that each polynomial has three coefficients, and that in turn they keep singular values in (0, 3]."""
     if not polynomials or any(len(each) != 3 for each in polynomials):
         want = "at least one list of three numbers: the factors of x, x³ and x⁵"
         problems.add(key, show(polynomials), want, 'polynomials = "polar_express" (the default)')

@@ -113,7 +113,7 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_flag_without_dashes(arg: str, first: bool) -> bool:
-    """Return whether a word is a flag without its dashes (`training.steps=5`). A `first` bare key may be a value."""
+    """Return whether a word is a flag without its dashes (`training.steps=5`). `first`: a bare key may be a value."""
     name, has_value, _ = arg.lstrip("-").partition("=")
     return name.replace("-", "_") in schema_keys() and (bool(has_value) or arg.startswith("-") or not first)
 

@@ -102,7 +102,7 @@ def _left_out(layout: Architecture) -> dict[str, Any]:
 
 
 def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
-    """Unify all keys of rotary positions to `rope_theta` and `rope_scaling`; `of_two_kinds`: local layers differ."""
+    """Unify keys of rotary positions to `rope_theta` and `rope_scaling`. `of_two_kinds`: local layers have own keys."""
     both, former = (cast(dict[str, Any], theirs.pop(key, None) or {}) for key in ("rope_parameters", "rope_scaling"))
     full, local = former or both, dict[str, Any]()
     if of_two_kinds or ("full_attention" in both and "layer_types" in theirs):

@@ -50,7 +50,7 @@ class ConvertedConfig:
     idle: list[str] = field(default_factory=list[str])  # torchtitan's keys that would change nothing
 
     def summary(self) -> str:
-        """Return a text that counts the keys by what became of them, and lists those without a counterpart."""
+        """Return a text with the number of keys for each outcome, and a list of the keys without a counterpart."""
         counts = {
             "as they were": self.kept,
             "under another name or value": self.renamed,
@@ -98,9 +98,9 @@ class ConvertedConfig:
 
 
 def convert_torchtitan(path: Path, name: str, has_bos: Callable[[str], bool]) -> ConvertedConfig:
-    """Convert the torchtitan config in the file `path`. torchtitan's runs have no name: it is set to `name`.
+    """Convert the torchtitan config in the file `path`. The run, which has no name in torchtitan, is called `name`.
 
-    Documents begin with a BOS token, torchtitan's default, if `has_bos` is true of the path of the tokenizer.
+    Documents begin with a BOS token, torchtitan's default, if `has_bos` returns True for the path of the tokenizer.
 
     Raises:
         ConfigError: the file is missing, not TOML or not torchtitan's, or a value has not the type of its key.
@@ -191,7 +191,7 @@ def _in_full(key: str, answer: str) -> str:
 
 
 def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
-    """Add a line for each `key = value` in an answer. If it has none, record it as why there is no counterpart."""
+    """Add a line for each `key = value` in an answer. If it has none, it is the reason for a missing counterpart."""
     answer = _in_full(key, answer)
     found = list(SETS.finditer(answer))
     if not found:

@@ -66,7 +66,7 @@ def model_keys(layout: Architecture, dims: ModelDims) -> dict[str, Any]:
 
 
 def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the table of a model recipe from the keys `theirs` of a config.json, in the form of `model_keys`."""
+    """Make the table of a model recipe from `theirs`, the keys of a config.json as `model_keys` returns them."""
     known, table = ARCHITECTURES[architecture], dict[str, Any](help="")
     values = {of.ours: theirs[name] for name, of in known.fields.items() if of.ours}
     for ours, value in {**values, **known.fixed}.items():
@@ -80,7 +80,7 @@ def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]
         table["logit_softcap"] = theirs[CAP] or 0.0
     scaling = theirs.get("rope_scaling")
     if scaling and "rope_scaling" in known.may_have and {*scaling} == {"rope_type", *_SCALING.values()}:
-        table["rope_scaling"] = {ours: scaling[name] for ours, name in _SCALING.items()}  # titanlite has no other
+        table["rope_scaling"] = {ours: scaling[name] for ours, name in _SCALING.items()}  # no other is supported
     return table
 
 
@@ -101,7 +101,7 @@ def computed(dims: ModelDims) -> dict[str, object]:
     """Return the keys of a recipe that define its model, as a flat dict, without the z-loss of routers."""
     of = asdict(dims.experts) if dims.experts else {}
     if of and of["score"] == "softmax" and of["normalised"]:
-        of["score"] = "softmax_of_chosen"  # computes the same
+        of["score"] = "softmax_of_chosen"  # normalised softmax is the same
     flat = asdict(dims) | {"head_dim": dims.head_width} | {f"experts.{key}": value for key, value in of.items()}
     return {key: value for key, value in flat.items() if key not in ("help", "refs", "experts", "experts.z_loss")}
 
@@ -112,7 +112,7 @@ def can_export(model: Model, dims: ModelDims) -> bool:
 
 
 def layer_types(dims: ModelDims) -> list[str]:
-    """Return transformers' name for the attention of each layer."""
+    """Return for each layer transformers' name of its attention, full or sliding."""
     return ["sliding_attention" if window else "full_attention" for window in dims.windows]
 
 
@@ -123,7 +123,7 @@ def weight_files(folder: Path) -> list[Path]:
         ValueError, LookupError, TypeError: the index is damaged, or names a file outside of the folder.
     """
     index = folder / f"{ONE_FILE}.index.json"
-    if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # of both, transformers takes the one file
+    if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # transformers prefers ONE_FILE to an index
         return [folder / ONE_FILE]
     named = cast(dict[str, dict[str, str]], read_json(index))["weight_map"]
     files = sorted(set(named.values()))

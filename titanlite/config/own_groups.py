@@ -14,7 +14,7 @@ from titanlite.errors import nearest
 def optimizer_recipe(
     table: Mapping[str, object], rules: Mapping[str, OwnRule], problems: Problems
 ) -> OptimizerRecipe | None:
-    """Read the table of an optimizer recipe; None if it has problems. `rules`: those of the user's file, by name."""
+    """Read the table of an optimizer recipe; None if it has problems. `rules`: rules of the user's file, by name."""
     groups = table.get("groups")
     if not isinstance(groups, dict):
         return from_table(OptimizerRecipe, table, problems)

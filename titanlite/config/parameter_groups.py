@@ -49,8 +49,8 @@ def update_settings(
         of_matrices: parameters that consist of whole matrices; None: rules for matrices are not checked.
 
     Raises:
-        ConfigError: a pattern matches no parameter, a group takes no parameter, a parameter has no group, the group of
-            a parameter that is excluded from weight decay sets one, or a rule for matrices takes another parameter.
+        ConfigError: a pattern matches no parameter, a group takes no parameter, a parameter has no group, a parameter
+            is excluded from weight decay but its group sets one, or it has no matrices but a rule for matrices.
     """
     groups = _taken(recipe, shapes)
     of_recipe, of_config = Problems(recipe.origin), Problems(origin or Origin("config"))
@@ -129,7 +129,7 @@ def _check_matrices(
             fix = 'shape = "matrix"; what it leaves, a group with rule = "adamw" takes'
         else:
             fix = f'a group above it with rule = "adamw" and pattern = {show(one_of_all_blocks(wrong))}'
-        # Name a line of this file, not of an extended file.
+        # Report a line of this file, not of a file that it extends.
         where = next(filter(problems.is_own, (f"groups.{name}.{k}" for k in ("rule", "shape", "pattern"))), None)
         want = f"parameters of projections alone, beside a rule for whole matrices; it takes {_some(wrong)}"
         at = problems.origin.of(where) if where else None

@@ -34,7 +34,7 @@ class Origin:
     places: Mapping[str, Place] = field(default_factory=dict[str, Place])
 
     def of(self, key: str) -> Place:
-        """Return the place that gave `key`."""
+        """Return the place where `key` was given, or `source` without a line."""
         return self.places.get(key, Place(self.source))
 
 
@@ -54,10 +54,10 @@ class Problems:
         Args:
             where: dotted key with the problem.
             saw: the value as the user would write it; "" if there is none to show.
-            want: what is legal there.
+            want: description of the legal values.
             fix: the one change that makes it legal; `key = value` becomes a flag if a flag gave `where` or `against`.
             at: place of the problem; None: the place of `where`.
-            against: dotted key of the value that it contradicts.
+            against: dotted key of another value that contradicts the one at `where`.
         """
         place, line = at or self.origin.of(where), f"{where.rpartition('.')[2]} = "
         if COMMAND_LINE in (place, self.origin.of(against)) and fix.startswith(line):

@@ -8,7 +8,7 @@ from titanlite.config.build import describe_type, options_of
 from titanlite.config.problems import Problems, show
 from titanlite.config.torchtitan import answer_to_value
 
-# Beyond these a number becomes 0 or infinity on a device. An eps of 0 makes NaN where gradients are zero.
+# Beyond these bounds a number becomes 0 or infinity on a device. An eps of 0 makes NaN where gradients are zero.
 _FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
@@ -23,9 +23,9 @@ def check_ranges(table: object, problems: Problems, where: str = "", fix: str = 
     Args:
         table: a dataclass; dataclasses in its fields are checked as well.
         problems: errors are added to it.
-        where: prefix of its keys, as "training.".
+        where: prefix of the table's keys, as "training.".
         fix: advice for a key without a default, with `{}` for its name.
-        unsaid: added to the advice to leave a key out: where its value then comes from.
+        unsaid: text added to the advice to leave a key out; it says where the value then comes from.
     """
     hints = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(cast("Any", table)):

@@ -1,7 +1,7 @@
 """Read a config file into a `Config`, and suggest for every unknown key the one that was probably meant.
 
-tomli parses, `toml_file.py` merges the files that it extends, `build.py` checks each key and value against the schema.
-An unknown key may belong to another section, be torchtitan's or another trainer's, or be misspelt.
+tomli parses, `toml_file.py` merges the extended files, `build.py` checks each key and value against the schema. An
+unknown key may belong to another section, be torchtitan's or another trainer's, or be misspelt.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ ROUTER_TRAINING = ("balance_loss", "z_loss", "balance_bias")
 class Experts:
     """A mixture of experts in place of a feed-forward: its computation, and how its router is trained.
 
-    The router computes a logit of each expert for a token. The token goes to the `top_k` experts with the best scores,
+    For each token, the router computes a logit per expert. The token goes to the `top_k` experts with the best scores,
     and their results are added with weights made from the scores.
     """
 
@@ -82,19 +82,19 @@ class ModelDims:
 
     @property
     def windows(self) -> list[int]:
-        """Tokens that the attention of each layer sees (W); 0: all."""
+        """Number of tokens that a token attends to, for each layer (W); 0: all."""
         is_local = [bool(self.global_every and n % self.global_every) for n in range(1, self.n_layers + 1)]
         return [self.window if local else 0 for local in is_local]
 
 
 @dataclass(frozen=True)
 class SaveRule:
-    """One rule of a save-list. The first rule that matches an operation decides about it."""
+    """One rule of a save-list. The first rule that matches an operation decides whether it is saved."""
 
     op: str  # a class of operations, as attention or matmul; "block"; or one op, as "aten.mm.default"
     action: Literal["save", "recompute"]
     module: tuple[str, ...] = ()  # only ops of these linear layers, as "wqkv", "feed_forward.*"; empty: any
-    every: int = 1  # the rule applies to the first of every this many matching ops
+    every: int = 1  # the rule applies to the first of each `every` matching ops
     layers: str = ":"  # which blocks, as a Python slice: "5:" is all but the first five
     optional: bool = False  # whether it may match nothing without an error
 
@@ -114,7 +114,7 @@ class SaveList:
     default: Literal["save", "recompute"]
     rules: tuple[SaveRule, ...] = ()
     refs: tuple[str, ...] = ()
-    origin: ClassVar[Origin] = Origin("save-list")  # no key: file and line of each key; `recipes.load` sets it
+    origin: ClassVar[Origin] = Origin("save-list")  # no TOML key: file and line of each key; `recipes.load` sets it
 
     def active(self, n_layers: int) -> list[frozenset[int]]:
         """Return for each block the indices of the rules that apply to it."""
@@ -184,7 +184,7 @@ class Decibels:
 
 @dataclass(frozen=True)
 class Float8Contract:
-    """Bounds of the ratio of signal to quantisation noise (SQNR) of each matmul, against high precision.
+    """Bounds of each matmul's ratio of signal to quantisation noise (SQNR), compared with a matmul in high precision.
 
     It is measured on bfloat16 operands: normally distributed numbers, without and with tokens, channels and single
     values that are much larger (`tests/unit/float8/test_recipes.py`).
@@ -208,7 +208,7 @@ class Float8Recipe:
     fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
     reduce_amax: bool = False  # reduce maxima over tensor-parallel ranks, so that scales are those of one device
     min_compute_capability: PositiveFloat = 8.9  # of a GPU; on a lower one the recipe is emulated
-    dim_multiple: int = 16  # widths that are no multiple of it cannot be converted
+    dim_multiple: int = 16  # widths of a converted layer are multiples of it
     status: Literal["stable", "experimental"] = "stable"
     refs: tuple[str, ...] = ()
     contract: Float8Contract | None = None
@@ -234,12 +234,12 @@ class ParameterGroup:
     """Parameters with the same rule and settings. A key that a group leaves out has the value in `[optimizer]`."""
 
     rule: str  # one of `GROUP_OF_RULE`, or a class of the file that `optimizer.file` names
-    pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that groups with patterns leave
+    pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all parameters that other groups leave
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions or more
     optional: bool = False  # whether it may take no parameter without an error
     lr_factor: PositiveFloat = 1.0  # factor of the learning rate
     weight_decay: NonNegativeFloat | None = None  # decoupled; None: the one of `[optimizer]`
-    update: ClassVar[str]  # no key: "module.Class" in `titanlite/optimizers` that updates the group
+    update: ClassVar[str]  # no TOML key: "module.Class" in `titanlite/optimizers` that updates the group
 
     @property
     def own(self) -> dict[str, Any]:
@@ -308,5 +308,5 @@ class OptimizerRecipe:
     help: str
     groups: dict[str, ParameterGroup]  # by name, under which the receipt lists them
     refs: tuple[str, ...] = ()
-    origin: ClassVar[Origin] = Origin("optimizer")  # no key: file and line of each key; `recipes.load` sets it
-    own_rules: ClassVar[Mapping[str, OwnRule]] = {}  # no key: rules in `optimizer.file`; set likewise
+    origin: ClassVar[Origin] = Origin("optimizer")  # no TOML key: file and line of each key; `recipes.load` sets it
+    own_rules: ClassVar[Mapping[str, OwnRule]] = {}  # no TOML key: rules in `optimizer.file`; `recipes.load` sets it

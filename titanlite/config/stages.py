@@ -40,7 +40,7 @@ class AskedStage:
 
 
 def source_keys(config: Config) -> dict[str, tuple[str, str]]:
-    """Return (key for messages, source) of each source that a run trains on, by its name."""
+    """Return name → (config key, source) for each source that a run trains on."""
     mixed = enumerate(config.data.mixture)
     named = {source.name: (f"data.mixture[{n}].source", source.source) for n, source in mixed}
     return named or {SOLE: ("data.source", config.data.source)}
@@ -84,13 +84,13 @@ def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ..
 
 
 def follows_ranks(config: Config, world_size: int | None) -> bool:
-    """Return whether the batch of any stage depends on the number of data-parallel ranks, which is unknown."""
+    """Return whether a stage's batch depends on the number of data-parallel ranks while this number is unknown."""
     is_known = world_size is not None or config.parallelism.data_parallel_shard_degree != -1
     return not is_known and any(now.training.global_batch_size is None for _, _, now in stage_configs(config))
 
 
 def least_samples(config: Config, sequences: int, unit_len: int) -> int:
-    """Return the least samples of `unit_len` tokens in a source: those of one step, or one sample if in a mixture."""
+    """Return how many samples of `unit_len` tokens a source must have: those of a step, or 1 in a mixture."""
     return 1 if config.data.mixture else max(1, -(-sequences * config.training.seq_len // unit_len))
 
 
@@ -100,7 +100,7 @@ def longest_seq_len(config: Config) -> int:
 
 
 def largest_stage(config: Config) -> Config:
-    """Return the config of the stage that needs most memory, with most tokens in a micro-step; it has no stages."""
+    """Return the config, without `data.stage`, of the stage with most tokens in a micro-step: it needs most memory."""
     shapes = [config, *(now for _, _, now in stage_configs(config))]
     most = max(shapes, key=lambda now: (now.training.seq_len * now.training.local_batch_size, now.training.seq_len))
     return replace(most, data=replace(most.data, stage=()))

@@ -1,8 +1,8 @@
-"""List the keys of torchtitan v0.2.2, the last release configured in TOML: (torchtitan's default, titanlite's answer).
+"""List the keys of torchtitan v0.2.2, the last release configured in TOML: key → (torchtitan's default, answer).
 
-A key with the same name and default in titanlite is left out. The answer is None if only the default differs. Other
-answers begin with "use " and name the counterpart as `section.key = value`, where `{}` is the given value, or say why
-to remove the key. Answers that depend on other keys are in `torchtitan_config.py`. A test compares
+An answer begins with "use " and names titanlite's counterpart as `section.key = value`, where `{}` is the given value,
+or it says why to remove the key. It is None if only the default differs. A key with the same name and default in
+titanlite is left out. Answers that depend on other keys are in `torchtitan_config.py`. A test compares
 `docs/coming_from_torchtitan.md` with this file.
 """
 
@@ -189,7 +189,7 @@ IDLE = (
     *("activation_checkpoint.determinism_check", "checkpoint.last_save_model_only"),
     *("quantize.linear.float8.enable_", "quantize.linear.float8.precompute_"),
 )
-"""Keys, or prefixes of keys, that at any value change neither training nor files."""
+"""Keys, or prefixes of keys, that change neither training nor files, whatever their value."""
 
 ASKED_BY_DEFAULT = (
     *("model.flavor", "model.hf_assets_path", "training.dataset", "checkpoint.initial_load_in_hf"),
@@ -217,13 +217,13 @@ FLAVORS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3", "30B-A3B"): {"name": "qwen3_moe", "flavor": "30B-A3B"},
     ("qwen3", "235B-A22B"): {"name": "qwen3_moe", "rope_theta": 5e6, "flavor": "235B-A22B"},
 }
-"""(Model, flavor) of torchtitan → keys of `[model]` in titanlite, where no flavor has the same name."""
+"""(Model, flavor) of torchtitan → keys of `[model]` in titanlite, where model or flavor have another name."""
 
 BALANCED = (
     "balanced by a loss, as it was published, and there by a bias: for that, extend its recipe by a table [experts] "
     "with balance_loss = 0.0, balance_bias = 0.001"
 )
-"""Remark on published mixtures, whose routers are balanced differently. `torchtitan-debug` already has the bias."""
+"""Remark on published mixtures of experts, which torchtitan balances differently; not on `torchtitan-debug`."""
 
 DATASETS = {
     "c4": "hf:allenai/c4:en",
@@ -267,7 +267,7 @@ MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")
 
 
 def answer_to_key(key: str) -> str | None:
-    """Return the answer for a dotted key or a section of torchtitan, with `{}` for the value; None if unknown."""
+    """Return the answer in `KEYS` for a dotted key or a section of torchtitan; None if it is unknown."""
     if key in KEYS:
         return KEYS[key][1]
     begun = [name for name in KEYS if f"{key}.".startswith(name if name.endswith("_") else f"{name}.")]

@@ -99,7 +99,7 @@ class TorchtitanConfig:
         match key.split("."):
             case ["optimizer", "name"] if value == "Adam":
                 text += " with optimizer.weight_decay = 0.0: Adam without its L2 penalty"
-            case ["optimizer", "name"] if value.lower() != "adamw":  # as titanlite 0.1.0 wrote it
+            case ["optimizer", "name"] if value.lower() != "adamw":  # titanlite 0.1.0 wrote "adamw"
                 return "use optimizer.recipe, with one that `titanlite recipes optimizer` lists"
             case ["model", "flavor"]:
                 return flavor(MODELS.get(self("model.name")) or self("model.name"), value) or ""
@@ -162,7 +162,7 @@ class TorchtitanConfig:
         return any(name in names for name in self("model.converters"))
 
     def left_out(self, given: Collection[str]) -> dict[str, str]:
-        """Return the keys of titanlite that are not `given` and whose default differs, with torchtitan's as TOML."""
+        """Return key → torchtitan's default, in TOML syntax, for keys that are not `given` and differ in it."""
         found = {key: show(value) for key, value in UNSAID.items()}
         for key, (default, answer) in KEYS.items():
             if key in self.given or self.is_off(key):

@@ -17,7 +17,7 @@ def to_toml(config: Any) -> str:
 def toml_table(config: Any) -> dict[str, Any]:
     """Return a config or recipe as nested dicts, without None and without keys that other keys replace."""
     table = dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None})
-    for replaced in replaced_keys(config) if isinstance(config, Config) else ():  # else it could not be read back
+    for replaced in replaced_keys(config) if isinstance(config, Config) else ():  # reading would refuse such a key
         section, _, key = replaced.partition(".")
         del table[section][key]
     return table

@@ -38,7 +38,7 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
 
 
 def interval(config: Config, world_size: int, tokens: int) -> int:
-    """Return the steps between evaluations: `evaluation.freq`, or so many that evaluation takes little time.
+    """Return the steps between evaluations: `evaluation.freq`, or a number at which evaluation takes little time.
 
     `world_size` matters only if `training.global_batch_size` is not given. `tokens`: number of tokens, padding
     included, in one evaluation.
