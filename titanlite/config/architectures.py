@@ -102,7 +102,7 @@ _LLAMA3_FIELDS = {
 }
 _NO_WINDOW = {"use_sliding_window": Field(False, is_written=True)}
 _QWEN3_FIELDS = _ROTARY_FIELDS | _SILU | _NO_WINDOW | {"head_dim": Field(128, "head_width"), "layer_types": Field()}
-CAP = "final_logit_softcapping"  # null: no cap; transformers would divide by 0
+CAP = "final_logit_softcapping"  # null means no cap; with 0, transformers would divide by 0
 _GEMMA3_FIELDS = _ROTARY_FIELDS | {
     "head_dim": Field(256, "head_width"),
     "rope_theta": Field(1_000_000.0, "rope_theta"),
@@ -227,7 +227,7 @@ class Architecture:
         return {*" ".join(_EVERYWHERE.values()).split(), *self.without_effect.split()}
 
 
-_LENGTH = "max_position_embeddings"  # without effect: tables of rotary angles are as long as the sequences of a run
+_LENGTH = "max_position_embeddings"  # without effect on rotary positions: their tables are as long as sequences
 ARCHITECTURES = {
     "llama3": Architecture("Llama3", "LlamaForCausalLM", "llama", _ROTARY, _LLAMA3_FIELDS, _LENGTH, ("rope_scaling",)),
     "qwen3": Architecture(

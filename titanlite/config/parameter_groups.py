@@ -117,7 +117,7 @@ def _some(parameters: Collection[str]) -> str:
 def _check_matrices(
     recipe: OptimizerRecipe, without: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
 ) -> None:
-    """Refuse a rule for whole matrices if its group takes a parameter `without` matrices."""
+    """Refuse a rule for whole matrices in a group that takes a parameter without matrices (`without`)."""
     for name, group in recipe.groups.items():
         own = [n for n in taken if taken[n] == name]
         wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []
