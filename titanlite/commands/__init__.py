@@ -1,8 +1,8 @@
-"""The `titanlite` command: its subcommands, and what happens to their errors.
+"""The `titanlite` command: runs its subcommands, and prints their overview, the version and shell completions.
 
-Each subcommand is a module of this package with `run(argv) -> exit code` and `COMMAND`, its flags; the first line of
-its docstring is its help. It is imported when it is called, and its help is read without importing it, so that `--help`
-answers at once.
+Each subcommand is a module of this package with `run(argv) -> exit code` and `COMMAND`, the description of its flags.
+The first line of the module's docstring is the help of the subcommand. A module is imported only when its subcommand is
+called. `titanlite --help` reads the docstrings from the source files without an import, so that it answers at once.
 """
 
 import ast
@@ -44,7 +44,7 @@ _COMPLETION = "--tyro-print-completion"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; return what it returns, 0 if it did what it was asked, or else what `exit_code` says."""
+    """Run one subcommand. Return its exit code, or the code that `exit_code` gives for the error that it raised."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     with _signals_as_interrupts():
         return exit_code(lambda: _run_command(*words))
@@ -65,19 +65,20 @@ def _run_command(name: str, *rest: str) -> int:
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)
             fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
-            fix = f"titanlite {_COMPLETION} bash" if name == "completion" else fix  # which was a command
+            fix = f"titanlite {_COMPLETION} bash" if name == "completion" else fix  # a flag prints it
             raise ConfigError.of("command line", name, "", f"one of {', '.join(COMMANDS)}", fix)
         return importlib.import_module(f"{__name__}.{module_of(name)}").run(list(rest))
     finally:
-        with suppress(BrokenPipeError):  # who reads has seen enough
+        with suppress(BrokenPipeError):  # the reader of a pipe has closed it
             sys.stdout.flush()
 
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, so that what was begun is cleared away.
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that a command removes its unfinished files as on Ctrl-C.
 
-    Only the first counts, since launchers send several. Ranks of a launcher end at once: they may wait for each other.
+    Only the first signal counts, since launchers send several. A rank (`RANK` is set) is not changed and ends at once:
+    ranks that clean up may wait for each other.
     """
 
     def interrupt(number: int, _: object) -> None:
@@ -96,12 +97,12 @@ def _signals_as_interrupts() -> Iterator[None]:
 
 
 def module_of(name: str) -> str:
-    """Return the module of this package that a command is."""
+    """Return the name of the module that implements a command."""
     return name.replace("-", "_")
 
 
 def _print_completion(*words: str) -> None:
-    """Print tyro's script by which a shell completes commands, their flags, and keys with their choices."""
+    """Print tyro's completion script for a shell, the only word: commands, flags, config keys and their choices."""
     shell = " ".join(words)
     if shell not in ("bash", "zsh"):
         raise ConfigError.of("command line", _COMPLETION, shell, "bash or zsh", f"titanlite {_COMPLETION} bash")
@@ -131,9 +132,9 @@ def _print_completion(*words: str) -> None:
             use_underscores=True,
         )
     script = made.getvalue()
-    if shell == "bash":  # what it completes no word of may be a file
+    if shell == "bash":  # without a match, complete file names
         script += "complete -o default -F _tyro_titanlite titanlite\n"
-    else:  # tyro's last line completes, as a file that zsh loads must; where it is run by `eval`, it is registered
+    else:  # tyro's last line completes, as in a file that zsh autoloads; under `eval` the function must be registered
         script = script.rstrip().removesuffix(call := '_tyro_titanlite "$@"')
         register = "compdef _tyro_titanlite titanlite"
         script += f"if [[ $funcstack[1] == _titanlite ]]; then {call}; else {register}; fi\n"

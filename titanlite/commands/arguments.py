@@ -1,8 +1,8 @@
-"""The arguments of a command: its words, its own flags, and keys of the config as flags; and its help page.
+"""Parse the arguments of a command (words, the command's own flags, config keys as flags), and write its help page.
 
-Most commands take a config, which stands first or behind `--config` as with train.py; what is no flag of their own is
-left to `config/command_line.py`. tyro would read own flags as fast, but reports a mistake as a printed box and an exit,
-from which no message with its fix can be made.
+Most commands take a config file, as the first argument or after `--config` as in train.py. Flags that a command does
+not define are left to `config/command_line.py`. tyro does not parse the command's own flags: it reports a mistake as a
+printed box and exits, so that no message with a fix could be made.
 """
 
 import sys
@@ -22,7 +22,11 @@ Number = TypeVar("Number", int, float)
 def number_of(
     given: Mapping[str, str], flag: str, kind: type[Number], want: str, fix: str, above: float = 0, below: float = 10**6
 ) -> Number | None:
-    """Read the number of a flag, None where it is not given; refuse one of another kind, or not between the bounds."""
+    """Return the number that `flag` has in `given`, or None if the flag is absent.
+
+    Refuses a text that is no number of `kind`, or a number that is not between `above` and `below` (both excluded). The
+    error shows `want` and `fix`.
+    """
     if flag not in given:
         return None
     try:
@@ -39,9 +43,9 @@ class ParsedArgs:
     """A command line with a config.
 
     Attributes:
-        flags: as train.py takes them; `--config` and the file come first.
-        own: values of the command's own flags; "" of a flag without one.
-        world: `--world`, if it is given.
+        flags: the arguments for train.py's parser: `--config`, the file, and the config keys as flags.
+        own: values of the command's own flags by name; "" for a flag that takes no value.
+        world: the value of `--world`; None if it is absent.
     """
 
     flags: list[str]
@@ -56,12 +60,12 @@ class ParsedArgs:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what its help page, its usage, its parsing and a shell's completion are made of.
+    """The description of a command. Its help page, usage, parser and shell completion are made from it.
 
     Attributes:
-        about: what it does.
-        rows: help by own flag, with its value if it takes one, as "--world N"; and by word, if it takes no config.
-        takes: its words in its usage.
+        about: the description of the command on its help page.
+        rows: help text by flag, with a value if it takes one, as "--world N"; without a config, also by word.
+        takes: the words in the usage, before the flags.
     """
 
     name: str
@@ -70,10 +74,11 @@ class Command:
     takes: str = TAKES_CONFIG
 
     def read(self, argv: Sequence[str]) -> ParsedArgs:
-        """Read a command line with a config.
+        """Parse the command line of a command that takes a config.
 
         Raises:
-            ConfigError: there is not one file, an own flag is misspelt or lacks its value, or `--world` is no number.
+            ConfigError: there is not exactly one config file, a flag of the command is misspelt or lacks its value, or
+                `--world` is no number.
             SystemExit: with 0, after `--help`.
         """
         answer_help(argv, self.help)
@@ -86,7 +91,7 @@ class Command:
             misplaced = [word for word in rest if word.endswith(".toml") and not word.startswith("-")]
             meant = [*(files if len(files) > 1 else []), *misplaced, "configs/debug.toml"]
             fix = f"titanlite {self.name} {meant[0]}"
-            fix += " --world 2" * ("--world" in self._usage)  # without it there may be nothing to plan
+            fix += " --world 2" * ("--world" in self._usage)  # a plan of a single process may be empty
             if len(files) > 1:
                 fix += f"; in a file, extends = {show(files)} merges several"
             want = "one config, as the first argument or behind --config"
@@ -96,13 +101,13 @@ class Command:
         return ParsedArgs(["--config", files[0], *rest], own, world)
 
     def read_words(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Read a command line without a config.
+        """Parse the command line of a command that takes no config.
 
         Returns:
-            The words that are of no flag, and the values by flag; the last one of a flag counts.
+            The words that belong to no flag, and the values by flag. Of a repeated flag the last value counts.
 
         Raises:
-            ConfigError: a flag has no value, or there is none of its name.
+            ConfigError: a flag lacks its value, or the command has no flag of this name.
             SystemExit: with 0, after `--help`.
         """
         if {"-h", "--help"} & set(argv):
@@ -116,7 +121,7 @@ class Command:
         return words, {name: values[-1] for name, values in given.items()}
 
     def read_word(self, argv: Sequence[str], want: str, example: str) -> tuple[str, dict[str, str]]:
-        """Read a command line with one word, as `read_words` does; `example` is one that could be meant."""
+        """Parse one word and flags, as `read_words` does. An error shows `want`, and `example` as a possible word."""
         words, given = self.read_words(argv)
         if len(words) != 1:
             fix = f"titanlite {self.name} {example}"
@@ -125,7 +130,7 @@ class Command:
 
     @property
     def help(self) -> str:
-        """Return what the help page says before the sections of the config, if the command takes one."""
+        """Return the help page: usage, description and flags, without the sections of the config."""
         file = (
             {"FILE": "a config, as configs/debug.toml; --config FILE is the same"} if self.takes == TAKES_CONFIG else {}
         )
@@ -139,7 +144,7 @@ class Command:
 
     @property
     def _own(self) -> dict[str, str]:
-        """Return each own flag by its name, with its value if it takes one."""
+        """Return the usage of each flag of this command by its name, as "--world N" by "--world"."""
         file = ["--config FILE"] * (self.takes == TAKES_CONFIG)
         return {row.partition(" ")[0]: row for row in (*file, *self.rows) if row.startswith("-")}
 
@@ -153,7 +158,7 @@ class Command:
         return [f"titanlite {self.name}", *filter(None, (self.takes,)), *own]
 
     def _folded_usage(self) -> str:
-        """Return the usage in lines of at most 120 columns, which end between flags, to stand behind "usage: "."""
+        """Return the usage for after "usage: ", folded between flags into lines of at most 120 columns."""
         space, indent = "\N{NO-BREAK SPACE}", " " * len("usage: ")
         text = " ".join(part.replace(" ", space) for part in self._usage_parts)
         lines = textwrap.wrap(text, 120 - len(indent), break_on_hyphens=False, break_long_words=False)
@@ -164,9 +169,9 @@ class Command:
         return f"a flag of this command: {', '.join(self._own)}" if self._own else "no flags"
 
     def _take(self, argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-        """Return all other arguments, and the values of own flags by name: `--name VALUE`, `--name=VALUE` or `--name`.
+        """Split `argv`: return the arguments that are no flags of this command, and the values of its flags by name.
 
-        Refuses a flag without its value, and a misspelt one, as `--wrld`.
+        A flag is `--name VALUE`, `--name=VALUE` or `--name`. Refuses a missing value, and a misspelt flag, as `--wrld`.
         """
         flags, rest, given, left = self._own, list[str](), dict[str, list[str]](), list(argv)
         while left:
@@ -174,7 +179,7 @@ class Command:
             name, has_value, value = word.partition("=")
             takes_value = " " in flags.get(name, "")
             if name not in flags or (has_value and not takes_value):
-                # With a dot it is a key of the config.
+                # A name with a dot is a key of the config, and only resembles flags with a dot.
                 near = nearest(name.lstrip("-"), [flag.lstrip("-") for flag in flags if ("." in flag) == ("." in name)])
                 if word.startswith("-") and near:
                     raise ConfigError.of("command line", name, value, self._want, f"did you mean --{near}?")

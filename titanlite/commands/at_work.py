@@ -1,4 +1,4 @@
-"""Tell a person who waits that a command is at work: a line on stderr, once it has taken some seconds."""
+"""Print a line on stderr when a part of a command takes some seconds, so that the user knows why to wait."""
 
 import sys
 import threading
@@ -10,7 +10,7 @@ _QUIET_S = 2.0
 
 @contextmanager
 def at_work(what: str, quiet_s: float = _QUIET_S) -> Iterator[None]:
-    """Say what is being done where it takes longer than `quiet_s` seconds."""
+    """Print `what` on stderr if the body of the `with` statement takes longer than `quiet_s` seconds."""
     timer = threading.Timer(quiet_s, print, (f"{what} …",), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

@@ -1,13 +1,13 @@
 """Compare runs: a verdict on each against the first, loss curves, results, and how their configs differ.
 
-The verdict stands first: "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of
-the loss over the last fifth of the steps. If a run differs, or has ended before the last step of its config, the exit
-code is 1. What rounding does is known from runs of the first's config whose weights were nudged; --floor trains one,
-and up to four if it takes these to tell, into FIRST-nudged, FIRST-nudged-2 … beside FIRST, where they are found again.
-Of mixtures of experts there is a second picture, beside the first: the tokens of each expert over time. Apart from
---floor and --layers, only run folders are read (`metrics.jsonl`, `experts.jsonl`, `config.toml`, `status.json`,
-`receipt.json`), or what wandb's server has of a run, so runs can be compared that are still going, were copied from
-elsewhere or made by another version.
+A verdict is "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of the loss
+over the last fifth of the steps. If a run differs, or has ended before the last step of its config, the exit code is 1.
+The effect of rounding is measured on runs of the first run's config whose initial weights were nudged. --floor trains
+one such run, or up to four if the verdict needs them, into FIRST-nudged, FIRST-nudged-2 … beside FIRST. Later
+comparisons use these folders again. For mixtures of experts a second picture shows the tokens of each expert over time.
+Apart from --floor and --layers, the command only reads run folders (`metrics.jsonl`, `experts.jsonl`, `config.toml`,
+`status.json`, `receipt.json`), or a run's data on wandb's server. So it can compare runs that are still going, were
+copied from elsewhere or made by another version.
 """
 
 import os
@@ -32,7 +32,7 @@ from titanlite.preflight.output_file import require_picture, require_place, writ
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
-# What decides the numbers of a run; the rest is where and how it is written.
+# Prefixes of the config keys that decide a run's losses. Other keys decide where and how results are written.
 _OF_TRAINING = ("model.", "data.", "training.", "optimizer.", "lr_scheduler.", "float8.")
 
 COMMAND = Command(
@@ -53,11 +53,11 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare runs.
+    """Compare the runs that `argv` names; write the pictures, and print verdicts and tables.
 
     Returns:
-        1 if a run differs from the first in a verdict or a layer, has no step in common with it, or if one of the two
-            has ended before the last step of its config; else 0.
+        1 if a run differs from the first by its verdict or in a layer, has no step in common with the first, or if one
+            of these two has ended before the last step of its config; else 0.
     """
     words, given = COMMAND.read_words(argv)
     folders = [Path(word) for word in words]
@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _draw_experts(records: Sequence[RunRecord], out: Path) -> Path | None:
-    """Draw the heat maps of those runs that are mixtures of experts; return the picture, if there is any."""
+    """Draw the tokens of each expert over time for the runs that recorded them. Return the picture's path, or None."""
     found = {
         record.name: rows
         for record in records
@@ -119,7 +119,7 @@ def _draw_experts(records: Sequence[RunRecord], out: Path) -> Path | None:
 
 
 def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
-    """Return the nudged runs beside the first; if asked, train as many as a verdict on each other run takes."""
+    """Return the nudged runs of the first run. If `is_asked` (--floor), train missing ones while a verdict is open."""
     first, nudged = records[0], list[RunRecord]()
     for seed in range(1, FLOORS + 1):
         floor = floor_of(first.path, seed)
@@ -137,7 +137,7 @@ def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
 
 
 def _floor(floor: Path, first: RunRecord) -> tuple[list[RunRecord], str]:
-    """Read the nudged run of a folder; where there is none of the first's config, say why."""
+    """Return the nudged run in folder `floor` as a list of one, or an empty list and the reason why it is no use."""
     if not all(os.path.isfile(floor / name) for name in ("metrics.jsonl", "config.toml")):
         return [], "nothing was logged there"
     found = read_runs([floor])
@@ -149,7 +149,7 @@ def _floor(floor: Path, first: RunRecord) -> tuple[list[RunRecord], str]:
 
 
 def _seeds(first: RunRecord, paths: str) -> list[RunRecord]:
-    """Read runs that differ from the first in their seed alone, and go as far."""
+    """Read the runs at `paths`, separated by commas; refuse runs that differ in more than their seed or end earlier."""
     found = read_runs([Path(path) for path in paths.split(",")])
     want, fix = "runs of the first's config with another training.seed each", "train it with --training.seed 1 and 2"
     problems = [Problem(run.name, why, want, fix) for run in found if (why := _unfit(run, first, "training.seed"))]
@@ -161,7 +161,7 @@ def _seeds(first: RunRecord, paths: str) -> list[RunRecord]:
 
 
 def _unfit(run: RunRecord, first: RunRecord, key: str) -> str:
-    """Say why a run is no measure for the first: more than one key of training differs, or it ends earlier."""
+    """Return why `run` is no rerun of `first`, or "": a config key other than `key` differs, or it ends earlier."""
     keys = [name for name, _ in config_differences([first, run]) if name.startswith(_OF_TRAINING)]
     if keys != [key]:
         return f"{', '.join(name for name in keys if name != key) or 'nothing'} differs from {first.path}"
@@ -170,11 +170,11 @@ def _unfit(run: RunRecord, first: RunRecord, key: str) -> str:
 
 
 def _said(records: Sequence[RunRecord], record: RunRecord, verdict: Verdict | None) -> str:
-    """Write the verdict on a run in a line, and in another what it means for the tokens."""
+    """Return the verdict on `record` as a line, and if it differs a line with the tokens it needs for equal loss."""
     who = f"{record.name}: "
     if verdict is None:
         return f"{who}no step in common with {records[0].name}\n"
-    is_shown = verdict.kind == "differs" and (verdict.low > 0 or verdict.high < 0)  # of NaN neither
+    is_shown = verdict.kind == "differs" and (verdict.low > 0 or verdict.high < 0)  # False for NaN
     times = tokens_to_equal_loss(records[0], record) if is_shown else None
     more = "" if times is None else f"{who}for equal loss it needs {times:.3g} times the tokens\n"
     return f"{who}{verdict.line}\n{more}"
@@ -191,7 +191,7 @@ def _parting_line(record: RunRecord, found: Parting | None, lone: Sequence[str],
 
 
 def _tables(records: Sequence[RunRecord]) -> str:
-    """Return the tables of results and of what differs in the configs."""
+    """Return the table of results, and the table of config keys whose values differ."""
     text = columns(RESULTS, *map(results, records))
     if rows := config_differences(records):
         text += columns(("config", *(record.name for record in records)), *((key, *values) for key, values in rows))

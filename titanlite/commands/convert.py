@@ -1,9 +1,9 @@
-"""Write the config that a TOML file of torchtitan v0.2 means.
+"""Convert a TOML file of torchtitan v0.2 to a config of titanlite.
 
-Each of its keys becomes the key that it is here; one without a counterpart becomes a comment with the reason, and is
-listed. Keys that it leaves out and that have another default here are written with torchtitan's. What titanlite refuses
-together is listed, and written all the same. Data, tokenizer and the number of processes are not looked at: titanlite
-validate does that. The run is named after the file that is written.
+Each key becomes its counterpart in titanlite. A key without a counterpart becomes a comment with the reason, and is
+listed. A key that the file leaves out is written with torchtitan's default where titanlite's default differs. Values
+that titanlite refuses are written all the same, and listed with a fix. Data, tokenizer and the number of processes are
+not checked: titanlite validate does that. The run is named after the file that is written.
 """
 
 import sys
@@ -28,14 +28,14 @@ COMMAND = Command(
 
 
 def run(argv: list[str]) -> int:
-    """Write the config, and say what became of the keys."""
+    """Write the converted config, and print a summary of what became of the keys."""
     file, own = COMMAND.read_word(argv, "one config of torchtitan", "llama3_8b.toml --out mine.toml")
     out = Path(own["--out"]) if "--out" in own else None
     if out is not None:
         require_new("--out", out)
     made = convert_torchtitan(Path(file), (out or Path(file)).stem, has_bos)
     config = made.config()
-    dims = model_dims(config, made.origin)  # a model that is none here is nothing to convert
+    dims = model_dims(config, made.origin)  # raises if titanlite does not have the model
     refused = config_problems(config, dims, None).found()
     to_change = [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in refused]
     summary = "\n".join([made.summary(), *to_change])

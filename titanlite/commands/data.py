@@ -1,12 +1,12 @@
 """Show what a run trains on: sources, shares and epochs, and the documents of a sample or step.
 
-titanlite data FILE                              stages, and of each source the share asked and taken, tokens and epochs
+titanlite data FILE                              stages; of each source the share asked for and taken, tokens and epochs
 titanlite data FILE --sample I                   the documents of one sample, decoded, with their boundaries
 titanlite data FILE --sample I --picture FILE    and its attention mask as a picture
 titanlite data FILE --step N                     the documents of all samples of one step
 
-What is not prepared yet is prepared first, to its end, also where a run does that in the background. Nothing is
-trained; of a run that has begun, the stages are those that were trained, as its newest checkpoint has them.
+Sources that are not tokenized yet are tokenized first, to their end, even where a run does that in the background.
+Nothing is trained. If the run has begun, the stages trained so far are read from its newest checkpoint.
 """
 
 import sys
@@ -38,7 +38,7 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print what is asked for."""
+    """Print the stages and sources of a run, or the documents of the sample or step that the flags name."""
     arguments = COMMAND.read(argv)
     own = arguments.own
     for flag, without in ((_STEP, _SAMPLE), (_PICTURE, _STEP)):
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError.of("command line", _PICTURE, own[_PICTURE], f"{_SAMPLE} I as well: a mask is of one", fix)
     if _PICTURE in own:
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
-    checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
+    checked = checked_run(arguments.flags, arguments.world)  # with the stages of its checkpoint, if there is one
     config = checked.config
     RunFolder.of(config).require_same(config)
     last = checked.table.steps
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _tell_of_wait(checked: CheckedRun) -> None:
-    """Say which sources are tokenized first, where a run does not wait for that."""
+    """Print on stderr which sources are tokenized now, although a run would do it in the background."""
     if checked.config.data.prepare == "background":
         for key in checked.inputs.trained.keys() - checked.inputs.shards.keys():
             name, what = checked.inputs.sources[key].name, "tokenized to its end first, for which a run does not wait"

@@ -16,7 +16,7 @@ from titanlite.kernels.ignore_index import IGNORE_INDEX
 from titanlite.text_table import columns
 from titanlite.training.schedule import learning_rate
 
-_SHOWN, _LOOKED_AT = 34, 80  # characters of either end of a document, and tokens that are decoded for them
+_SHOWN, _LOOKED_AT = 34, 80  # characters shown of each end of a document, and tokens decoded for an end
 
 _PARTS = {(True, True): "whole", (True, False): "beginning", (False, True): "end", (False, False): "middle"}
 
@@ -28,7 +28,7 @@ def run_tables(run: RunSamples, config: Config) -> str:
     for row in table.rows:
         asked = row.asked
         numbers = (row.from_step + 1, row.from_tokens, asked.seq_len, asked.sequences)
-        rate = f"{learning_rate(row.from_step + 1, config, table):.3g}"  # of its first step
+        rate = f"{learning_rate(row.from_step + 1, config, table):.3g}"  # in the stage's first step
         rows.append([*(f"{number:,}" for number in numbers), rate, weights_in_words(asked)])
     total = table.tokens(steps)
     asked, taken, epochs, skipped = (
@@ -39,7 +39,7 @@ def run_tables(run: RunSamples, config: Config) -> str:
     ]
     for name in mixture.names:
         source, tokens, documents, bad, through = run.sources.get(name), "", "", "", ""
-        if source is not None:  # else it was trained on before, and is not in the config any more
+        if source is not None:  # else it was trained on before, and the config no longer names it
             tokens, through = f"{source.shards.tokens:,}", f"{epochs[name]:.3g}"
             bad = f"{source.shards.meta.n_bad_records:,}"
             documents = documents_in_words(source.shards, _packing_counts(source))
@@ -56,7 +56,7 @@ def run_tables(run: RunSamples, config: Config) -> str:
 
 
 def _packing_counts(source: OpenSource) -> PackingCounts | None:
-    """Count the documents of a source whose shards have no count, if its separator is known."""
+    """Return the counts of a source's documents. None if its shards have the number, or no separator is known."""
     if isinstance(source.samples, PackedSamples):
         return source.samples.counts
     shards = source.shards
@@ -66,7 +66,7 @@ def _packing_counts(source: OpenSource) -> PackingCounts | None:
 
 
 def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:
-    """Return where a sample is from, and a line for each document in it; as ids without a tokenizer."""
+    """Return where a sample is from, and a table of its documents. Without a tokenizer, their text is shown as ids."""
     source, tokens, targets = sample.source, *sample.tokens
     name = f"{source.name} ({source.asked})" if source.name else source.asked
     head = f"sample {sample.index:,}, of step {sample.step:,}: {name}, epoch {sample.epoch}, sample {sample.sample:,}"
@@ -85,7 +85,7 @@ def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:
 
 
 def step_text(samples: Sequence[TrainedSample], tokenizer: Tokenizer | None) -> str:
-    """Return the documents of a step's samples, and a summary."""
+    """Return the text of each sample of a step (`sample_text`), and a line with the totals of the step."""
     given = Counter(sample.source.name or sample.source.asked for sample in samples)
     shares = ", ".join(f"{name} {count:,}" for name, count in given.items())
     targets = sum(int((sample.tokens[1] != IGNORE_INDEX).sum()) for sample in samples)
@@ -97,7 +97,7 @@ def step_text(samples: Sequence[TrainedSample], tokenizer: Tokenizer | None) -> 
 
 
 def share_of_causal(sample: TrainedSample) -> float:
-    """Return the share of causal attention's pairs of tokens within documents of a sample."""
+    """Return how many pairs of tokens a sample's attention forms, as a share of the pairs of plain causal attention."""
     return twice_attended(np.array(sample.attends_within)) / sample.seq_len**2
 
 
@@ -116,7 +116,7 @@ def _count_line(sample: TrainedSample, targets: np.ndarray) -> str:
 
 
 def _both_ends(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """Return the text of tokens on one line, its middle left out."""
+    """Return the text of `tokens` on one line, without its middle if it is long. Without a tokenizer, return ids."""
     if tokenizer is None:
         ids = [str(token) for token in tokens.tolist()]
         return f"[{' '.join(ids if len(ids) <= 12 else [*ids[:6], '…', *ids[-4:]])}]"

@@ -1,6 +1,6 @@
 """Answer multiple-choice tasks with the model of a run, a checkpoint or a folder in Hugging Face's layout.
 
-Prints the accuracy in each task and writes evaluation.json into the folder, with what the model chose and every
+Prints the accuracy in each task and writes evaluation.json into the folder, with the model's choices and every
 log-likelihood. The model computes in the run's dtype, without float8. On several GPUs:
 torchrun --nproc-per-node 8 -m titanlite evaluate RUN.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from titanlite.evaluation.score import Score
 
 _WHERE = "titanlite evaluate"
-_BATCH_TOKENS = 4096  # of a folder's model; that of a run has its own
+_BATCH_TOKENS = 4096  # tokens per batch for a folder's model; a run's config has its own batch
 COMMAND = Command(
     "evaluate",
     __doc__ or "",
@@ -64,10 +64,10 @@ class _Target:
     """The model that is to be evaluated.
 
     Attributes:
-        folder: where evaluation.json belongs.
-        seq_len: the longest sequence that the model takes.
-        checkpoint: None: the weights are in `config.checkpoint.initial_load_path`.
-        averaged: whether the weights are the average in the checkpoint.
+        folder: folder that evaluation.json is written into by default.
+        seq_len: the longest sequence that the model takes, in tokens.
+        checkpoint: folder with the weights; None: they are in `config.checkpoint.initial_load_path`.
+        averaged: whether to evaluate the average of the weights that the checkpoint holds.
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class _Target:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate, on one process or on all that a launcher has started."""
+    """Evaluate a model on tasks, in this process or together with the other processes that a launcher has started."""
     want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
     word, given = COMMAND.read_word(argv, want, "outputs/run")
     check_launcher()
@@ -107,12 +107,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _find_target(path: Path, step: str | None, tokenizer: str | None, averaged: bool) -> _Target:
-    """Find what a path is of; read all but the weights."""
+    """Find out whether `path` is a run, a checkpoint or a model's folder, and read everything but the weights."""
     require_reachable(path / "config.toml")
     if (path / "config.toml").is_file():
         return _target_of_run(RunFolder(path), step, tokenizer, averaged)
     above = path.resolve().parent.parent
-    is_model = (path / "config.json").is_file()  # that a run has exported, beside its checkpoints
+    is_model = (path / "config.json").is_file()  # an exported model in the run folder is no checkpoint
     if path.is_dir() and not is_model and path.name.startswith("step-") and (above / "config.toml").is_file():
         if step is not None:
             raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
@@ -136,7 +136,7 @@ def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None, a
         require_average(_WHERE, checkpoint, state)
     name = tokenizer or config.data.tokenizer
     found = trained_tokenizer(_WHERE, name, config.data.add_bos_token, state.tokenizer)
-    if found is None:  # the run read token files, which do not say
+    if found is None:  # the run read token files, which name no tokenizer
         if tokenizer is None:
             want = "the tokenizer.json that made the token files which the run read"
             raise CheckpointError.of(_WHERE, "--tokenizer", "", want, "--tokenizer FILE")
@@ -151,10 +151,10 @@ def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
     if found is not None:
         check_weight_files(str(path), problems, "TARGET")
     problems.raise_all()
-    assert found is not None  # noqa: S101  # else there is a problem
+    assert found is not None  # noqa: S101  # else `raise_all` has raised
     architecture, dims = found
     content: dict[str, Any] = read_json(path / "config.json")
-    stored = content.get("dtype") or content.get("torch_dtype")  # transformers 5 has the short name
+    stored = content.get("dtype") or content.get("torch_dtype")  # transformers 5 writes "dtype"
     dtype = "bfloat16" if stored == "bfloat16" else "float32"
     file = tokenizer or str(path / "tokenizer.json")
     model = Model(name=architecture, flavor=FROM_CHECKPOINT)
@@ -166,12 +166,12 @@ def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
 
 
 def _begins_with_bos(file: str) -> bool:
-    """Return whether transformers puts a token before each text by a tokenizer.json."""
+    """Return whether a tokenizer.json makes transformers put a token, as BOS, before each text."""
     import tokenizers
 
     if not os.path.isfile(path := os.path.expanduser(file)):
         return False
-    with suppress(Exception), panics_raised():  # it is no tokenizer, as who loads it says; or has none for the letter
+    with suppress(Exception), panics_raised():  # no tokenizer (`load_tokenizer` refuses it), or no token for "a"
         tokenizer = tokenizers.Tokenizer.from_file(path)
         whole, bare = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
         return len(whole) > len(bare) and whole[0] != bare[0]
@@ -179,7 +179,7 @@ def _begins_with_bos(file: str) -> bool:
 
 
 def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
-    """Load the model, and score the tasks."""
+    """Load the target's model onto all ranks, and return its score in each task."""
     import torch.distributed as dist
 
     from titanlite.checkpoint.collective import on_all_ranks
@@ -190,7 +190,7 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     from titanlite.training.attention import choose_attention
 
     config, is_run = target.config, target.checkpoint is not None
-    if not is_run:  # as long as the longest text is, to the next power of two
+    if not is_run:  # sequences as long as the longest text, rounded up to a power of two
         longest = max(len(request.tokens) - 1 for task in encoded for request in task.requests)
         seq_len = min(target.seq_len, max(32, 1 << (longest - 1).bit_length()))
         training = replace(config.training, seq_len=seq_len, local_batch_size=max(1, _BATCH_TOKENS // seq_len))

@@ -1,7 +1,7 @@
-"""Explain where the time of a run's steps went, on every rank, what it was lost to first, and its memory.
+"""Explain where the time of a run's steps went on every rank, the largest loss of time, and the peak memory.
 
 Reads the profile of a run that was trained with `--profiling.enable true`: the summaries of all ranks in
-its `profile/`. The parts of a step sum to its wall time. A picture of one step of all ranks is drawn beside them.
+its `profile/`. The parts of a step sum to its wall time. A picture of one step on all ranks is drawn into `profile/`.
 """
 
 import sys
@@ -26,7 +26,7 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the tables, and draw the picture."""
+    """Print the tables of time and memory, and draw one step as a picture."""
     word, given = COMMAND.read_word(argv, "one run with a profile", "outputs/run")
     step = given.get("--step", "")
     if step and not step.isdecimal():

@@ -32,7 +32,7 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the folder."""
+    """Export a checkpoint of a run into a new folder, and print the folder's path."""
     word, given = COMMAND.read_word(argv, "one run's folder", "outputs/run")
     folder = RunFolder(word)
     require_runs("titanlite export", [folder.path])
@@ -68,7 +68,10 @@ def _print_line(line: str) -> None:
 
 
 def asked_step(command: str, root: Path, asked: str | None) -> int:
-    """Return the step that is asked for, or the newest; raise a CheckpointError of `command` if it was not saved."""
+    """Return the step `asked` as a number, or the newest of the checkpoints in `root` if `asked` is None.
+
+    Raises a CheckpointError of `command` if `root` has no such checkpoint.
+    """
     steps = publish.complete_steps(root)
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
@@ -101,10 +104,10 @@ def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) 
     """Return the tokenizer that a run was trained with, None if it read token files.
 
     Args:
-        command: for the message.
-        name: `data.tokenizer`, or what is given in its place.
+        command: name of the command, for the error message.
+        name: the value of `data.tokenizer`, or of `--tokenizer` in its place.
         add_bos: `data.add_bos_token`.
-        fingerprint: as a checkpoint has it, of which the file must be; "" for token files.
+        fingerprint: the tokenizer's fingerprint in the checkpoint, which `name` must match; "" for token files.
     """
     if not fingerprint:
         return None

@@ -1,6 +1,6 @@
-"""Say what a run would hold and how fast it would be, as `titanlite plan --world N` says it.
+"""Predict the memory and speed of a run, and format the prediction for `titanlite plan --world N`.
 
-They are those of `titanlite/forecast/memory.py` and `step_time.py`. What they do not know is said, not guessed.
+The predictions come from `titanlite/forecast/memory.py` and `step_time.py`. A note replaces what these cannot predict.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from titanlite.forecast.update_time import UpdateTime
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
 
-_CLASSES = {  # of work, where the name in `StepTime` says too little
+_CLASSES = {  # clearer names for classes of work in `StepTime`
     "tokens": "collectives of tokens",
     "weights": "FSDP copies and casts",
     "fsdp": "FSDP collectives not overlapped",
@@ -29,18 +29,18 @@ _CLASSES = {  # of work, where the name in `StepTime` says too little
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction of a run; what is None is not known.
+    """The prediction for a run. A field that is None is not known.
 
     Attributes:
-        rates: of the device that it is predicted for.
-        save_list: of the run; of `auto`, the choice by these rates.
-        memory: of a rank at its peak.
-        step: time of a step, and of its `update` in parts.
-        tokens_per_second: by GPU.
-        notes: what is not predicted, and what a prediction leaves out; a line each.
-        symmetric_memory: bytes beside the peak, where copy engines can move blocks.
-        attended: the share of causal attention within documents.
-        stage: the one of several whose step is predicted, in words; "" if there is one.
+        rates: measured rates of the device that the run is predicted for.
+        save_list: the run's save-list; for `auto`, the list chosen by `rates`.
+        memory: bytes of a rank at its peak, by category.
+        step: milliseconds of a step by class of work; `update` divides the optimizer's part.
+        tokens_per_second: per GPU.
+        notes: parts that are not predicted, and costs that a prediction leaves out; a line each.
+        symmetric_memory: bytes on top of the peak that other ranks write into, where the GPUs can do so.
+        attended: lengths of documents, which give attention's share of plain causal attention.
+        stage: shape of the stage whose step is predicted, in words; "" if the run has a single stage.
     """
 
     rates: Rates
@@ -57,12 +57,12 @@ class Forecast:
 
     @property
     def on_device(self) -> int:
-        """Return the bytes that a device must hold, where memory is known: the peak and symmetric memory."""
+        """Return the bytes that a device must hold: the peak and symmetric memory. `memory` must not be None."""
         assert self.memory is not None  # noqa: S101
         return self.memory.total + (self.symmetric_memory or 0)
 
     def as_dict(self) -> dict[str, object]:
-        """Return it in JSON's types: bytes and milliseconds by category."""
+        """Return the forecast in JSON's types, with bytes and milliseconds by category."""
         return {
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
             "symmetric_memory_bytes": self.symmetric_memory,
@@ -81,7 +81,7 @@ class Forecast:
 def forecast(
     memory: MemoryModel, save_list: SaveList | None, rates: Rates, attended: AttendedShare | None = None
 ) -> Forecast:
-    """Predict memory and speed of a run; without a save-list it is chosen when the run starts.
+    """Predict memory and speed of a run. A `save_list` of None stands for `auto`, and is chosen here by `rates`.
 
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
@@ -133,7 +133,7 @@ def forecast(
         notes.append(_attention_note(attended, rates, dims.head_width))
     speed = time.tokens_per_second(step)
     peak_flops = dense_bf16_flops(rates.device)
-    assert peak_flops is not None  # noqa: S101  # of a device that was measured
+    assert peak_flops is not None  # noqa: S101  # known for each device with rates
     goes_on = outlook(config, token_flops(config, dims, attended), memory.world, speed, peak_flops)
     symmetric = memory.symmetric_memory
     found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
@@ -141,7 +141,7 @@ def forecast(
 
 
 def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:
-    """Return which attention a time is of, where documents are masked."""
+    """Return a note on the attention that is timed if documents are masked. `width`: of a head, in elements."""
     if attended is None:
         unknown = "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal"
         return f"{unknown} attention, and a run, which ends it with each document, takes less"
@@ -160,7 +160,7 @@ def in_a_line(problem: Problem) -> str:
 
 
 def memory_rows(predicted: Forecast) -> list[list[str]]:
-    """Return rows of size by category, and of their sum, each in the sum's unit."""
+    """Return a row (name, size) for each category of memory and for their sum, all in the unit that suits the sum."""
     if predicted.memory is None:
         return []
     sizes = predicted.memory.categories() | {"total": predicted.memory.total}
@@ -170,7 +170,7 @@ def memory_rows(predicted: Forecast) -> list[list[str]]:
 
 
 def time_rows(predicted: Forecast) -> list[list[str]]:
-    """Return rows of milliseconds by class of work, of their sum, and of what follows for the run."""
+    """Return rows with the milliseconds of each class of work and their sum, then speed, MFU and length of the run."""
     if predicted.step is None or predicted.outlook is None:
         return []
     rows = [[_CLASSES.get(name, name), f"{ms:,.1f} ms"] for name, ms in predicted.step.categories().items()]
@@ -181,7 +181,7 @@ def time_rows(predicted: Forecast) -> list[list[str]]:
 
 
 def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
-    """Format a forecast; a run that does not fit is refused by `check_device`."""
+    """Return the tables and notes of a forecast. A run that does not fit is shown too; `check_device` refuses it."""
     text, (gib, device) = "", _gib_and_name(predicted, device_gib)
     if predicted.memory is not None:
         of_stage = f" in the largest stage, {predicted.stage}" * bool(predicted.stage)
@@ -197,15 +197,15 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
 
 
 def _gib_and_name(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
-    """Return GiB and name of the device of --device-gib, or of the one that a forecast is for."""
+    """Return the memory in GiB and the name of the device: by `device_gib` if given, else by the forecast's rates."""
     rates = predicted.rates
     return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
 
 
 def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | None) -> None:
-    """Refuse a run whose predicted peak is more than a device has, or is not known; say what would make it fit.
+    """Refuse a run whose predicted peak exceeds the device's memory. The error lists changes that would make it fit.
 
-    The device has `device_gib`; None: it is the one that the run is predicted for, if anything is.
+    `device_gib`: the device's memory; None: that of the device in the forecast, and an unknown peak is not refused.
     """
     if predicted.memory is None or predicted.save_list is None:
         if device_gib is None:

@@ -6,11 +6,14 @@ from titanlite.data.run_samples import TrainedSample
 
 _COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")  # Paul Tol's bright ones
 _MOST_TICKS = 12
-_LEAST_NAMED = 0.03  # of a sample that is padding, for its name to have room
+_LEAST_NAMED = 0.03  # share of a sample that padding must take to be labelled
 
 
 def draw_mask(sample: TrainedSample, share: float, title: str, path: Path) -> None:
-    """Draw a mask, `share` of causal attention: rows are the tokens that attend, columns the tokens attended to."""
+    """Draw the mask of a sample into `path`: rows are the tokens that attend, columns the tokens attended to.
+
+    `share`: the mask's share of plain causal attention, shown below `title`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 7.6), dpi=120, layout="constrained")
@@ -23,7 +26,7 @@ def draw_mask(sample: TrainedSample, share: float, title: str, path: Path) -> No
         corners = [(at, at), (at, at + length), (at + length, at + length)]
         axes.fill(*zip(*corners, strict=True), color=_COLOURS[n % len(_COLOURS)], linewidth=0)
         at += length
-    if len(lengths) == 1:  # else each has a colour of its own
+    if len(lengths) == 1:  # else each document has its own colour
         for document in documents[1:]:
             axes.plot([0, document.at], [document.at, document.at], color="white", linewidth=0.6)
     if filled < seq_len:

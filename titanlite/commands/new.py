@@ -1,11 +1,11 @@
-"""Write a config for these GPUs, others or a CPU: layout, batch, learning rate and steps, with reasons.
+"""Write a config for local GPUs, other GPUs or a CPU: layout, batch, learning rate, steps, with reasons.
 
-titanlite new                                     asks what is to be trained on what, in a terminal
+titanlite new                                     asks in a terminal for model, data, tokenizer and tokens
 titanlite new mine.toml --model llama3-8B --data 'hf:allenai/c4:en' --tokenizer llama3/tokenizer.json --tokens 20B
 titanlite new mine.toml --model 8B --data python_stdlib --gpu h100 --world 8          for GPUs that are not here
 
-Layout, micro-batch and save-list are the fastest by the forecast that fit; batch and learning rate follow from the
-compute of the whole run. The file says in comments why, what else there was, and how many days the run takes.
+Layout, micro-batch and save-list are those that the forecast finds fastest among all that fit. Batch and learning rate
+follow from the compute of the whole run. Comments in the file give the reasons, the alternatives and the run's days.
 """
 
 import sys
@@ -43,7 +43,7 @@ COMMAND = Command(
 
 
 def run(argv: list[str]) -> int:
-    """Ask for what is not given, and write a config."""
+    """Write a config by the flags in `argv`. In a terminal, ask for the choices that no flag makes."""
     files, given = COMMAND.read_words(argv)
     if len(files) > 1 or (files and not files[0].endswith(".toml")):
         fix = "titanlite new mine.toml"
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     check_wishes(model, data, tokenizer or "bytes", is_named)
     if named or model:
         file_to_write(named, model or "")
-    # What follows imports torch, which takes seconds: not for a mistake in a flag.
+    # Importing torch takes seconds, so mistakes in flags are reported before.
     with at_work("loading torch, and looking at the GPUs"):
         from titanlite.commands.new_choices import TOKENS_A_PARAMETER, UnfitError, choose_run, default_model
         from titanlite.commands.new_file import config_text, outlook_in_words, start_command
@@ -69,10 +69,10 @@ def run(argv: list[str]) -> int:
         machine = machine or machine_here(world)
 
     def fits(answer: str) -> None:
-        """Refuse a model that does not fit, by what is known before the other questions."""
+        """Refuse a model that does not fit, with default values in place of choices that are not made yet."""
         wished_model(answer)
         wishes = Wishes(answer, data or "python_stdlib", tokenizer or "bytes", tokens or 0, is_named)
-        with at_work(_COMPARING), suppress(DataError):  # of the data, which the next question is about
+        with at_work(_COMPARING), suppress(DataError):  # the next question is about the data
             choose_run("new", wishes, machine)
 
     if is_terminal:
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
             with at_work(_COMPARING):
                 choices = choose_run(file.stem, wishes, machine)
             break
-        except UnfitError as error:  # with the tokenizer's vocabulary; what was answered is kept
+        except UnfitError as error:  # by the size of the tokenizer's vocabulary; other answers are kept
             if not is_terminal or _MODEL in given:
                 raise
             sys.stderr.write(f"{error}\n")
@@ -113,7 +113,7 @@ def _is_terminal() -> bool:
 
 
 def _refuse_to_guess(given: dict[str, str]) -> None:
-    """Refuse to choose what only a person can, where there is no terminal to ask it in."""
+    """Refuse a command line without --model or --data, for use where no terminal is there to ask for them."""
     choices = (_MODEL, "a model", "llama3-8B"), (_DATA, "a source", "python_stdlib")
     why = "there is no terminal to ask for it"
     if missing := [Problem(at, "", f"{what}: {why}", f"{at} {as_}") for at, what, as_ in choices if at not in given]:
@@ -121,7 +121,7 @@ def _refuse_to_guess(given: dict[str, str]) -> None:
 
 
 def _ask(question: str, default: str, check: Callable[[str], object]) -> str:
-    """Ask until an answer passes a check; nothing is the default."""
+    """Ask until an answer passes `check`, and return it. An empty answer means `default`."""
     while True:
         sys.stderr.write(f"{question} [{default}]: ")
         sys.stderr.flush()
@@ -138,7 +138,10 @@ def _ask(question: str, default: str, check: Callable[[str], object]) -> str:
 
 
 def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> None:
-    """Write a file that passes all checks of a run, or none; a tokenizer that is not here is not checked."""
+    """Write the config, and delete it again if it fails a check of `titanlite train`.
+
+    `lacks_tokenizer`: the tokenizer is not on this machine, so the checks take `bytes` in its place.
+    """
     from titanlite.preflight.checked_run import checked_run
 
     with writable("titanlite new", "FILE", file), file.open("x", encoding="utf-8") as opened:
@@ -149,5 +152,5 @@ def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> 
     except BaseException:
         file.unlink()
         raise
-    for text in () if lacks_tokenizer else checked.warnings:  # of its vocabulary
+    for text in () if lacks_tokenizer else checked.warnings:  # about the vocabulary of `bytes`
         sys.stderr.write(f"warning: {text}\n")

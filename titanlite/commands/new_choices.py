@@ -1,10 +1,11 @@
-"""Choose what `titanlite new` writes: the run that a machine is to train.
+"""Choose the config that `titanlite new` writes for a machine.
 
 Batch and learning rate follow from the compute of the whole run, by the power laws of DeepSeek LLM (arXiv 2401.02954,
 section 3.1): B = 0.2920·C^0.3271 tokens and η = 0.3118·C^−0.1250, with C the FLOPs of forward and backward over all
-tokens. They were fitted from 1e17 FLOPs on. A smaller run takes the learning rate of 1e17, as no higher one was tried,
-but not its batch, which would leave it hardly a step. A mixture of experts takes at most `MIXTURE_LR`: a router can
-spike at what suits a dense model. Layout, micro-batch and save-list are `forecast/search.py`'s.
+tokens. The laws were fitted to runs of at least 1e17 FLOPs. A smaller run takes the learning rate of 1e17 FLOPs, as no
+higher one was tried. Its batch follows from its own C: the batch of 1e17 FLOPs would leave hardly a step. A mixture of
+experts takes at most `MIXTURE_LR`, because a router can spike at a learning rate that suits a dense model. Layout,
+micro-batch and save-list are chosen by `forecast/search.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,31 +43,31 @@ from titanlite.observe.peak_flops import dense_bf16_flops, peak_flops
 from titanlite.preflight.machine import Machine
 
 TOKENS_A_PARAMETER = 20
-"""Tokens that a compute budget is best spent on (Hoffmann et al., arXiv 2203.15556), for each parameter of a dense
-model; of a mixture of experts, for each that a token uses, as compute is by these."""
+"""Tokens per parameter that make the best use of a compute budget for a dense model (Hoffmann et al., arXiv
+2203.15556). For a mixture of experts only parameters that a token uses count, since compute depends on these."""
 
 FITTED_FROM = 1e17
 """FLOPs of the smallest runs that the power laws of batch and learning rate were fitted to."""
 
 MIXTURE_LR = 4e-4
-"""Highest peak learning rate of a mixture of experts, with which docs/how_to/mixture_of_experts.md has one begin."""
+"""Highest peak learning rate of a mixture of experts; docs/how_to/mixture_of_experts.md recommends to begin with it."""
 
 CPU_MFU = 0.2
-"""Share of a matmul's speed that a CPU's training reaches: 0.18 to 0.32 in the first steps of configs/debug.toml."""
+"""Share of a matmul's speed that training on a CPU is assumed to reach. configs/debug.toml reaches 0.18 to 0.32."""
 
-_LARGE = 5 * 10**8  # parameters from which on a model is trained on long sequences
-_CPU_VALIDATION = 8  # global batches
+_LARGE = 5 * 10**8  # least number of parameters of a model that is trained on long sequences
+_CPU_VALIDATION = 8  # global batches per validation on a CPU
 _SAVES_EVERY_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A run for a machine.
+    """The run that was chosen for a machine, and the numbers that explain the choice.
 
     Attributes:
-        parameters: of the model, of which a token uses `active`.
-        tokens: that are meant to be trained on.
-        chosen: the layout, batch and save-list; `candidates` are all that were tried.
+        parameters: number of parameters of the model; a token uses `active` of them.
+        tokens: number of tokens that the run is meant to train on.
+        chosen: the chosen layout, batch and save-list; `candidates` are all that were tried.
         compute: FLOPs of the run.
         float8: how many times as fast the chosen layout would be with float8; None: not possible, or not known.
     """
@@ -90,7 +91,7 @@ class UnfitError(ConfigError):
 
 
 def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
-    """Choose a run; raise an `UnfitError` if the model does not fit the machine."""
+    """Choose the config of a run called `name`; raise an `UnfitError` if the model does not fit the machine."""
     config, inputs = wished_inputs(_with(Config(model=wished_model(wishes.model)), job={"name": name}), wishes)
     config = _with(config, model={"vocab_size": _vocabulary(inputs, recipes.model_dims(config))})
     dims = recipes.model_dims(config)
@@ -101,7 +102,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     S = min(usual, dims.max_seq_len or usual)
     config = _with(config, training={"seq_len": S})
     if config.data.source != Config().data.source and inputs.sources["data.source"].kind != "tokens":
-        config = _with(config, data={"max_tokens": tokens})  # the shipped source is one for all
+        config = _with(config, data={"max_tokens": tokens})  # the shipped source is never cut
     attended = None if is_cpu else _attended(config, dims)
     flops = token_flops(config, dims)
     compute = float(flops) * tokens
@@ -155,7 +156,7 @@ def default_model(machine: Machine) -> str:
 
 
 def _vocabulary(inputs: Inputs, dims: ModelDims) -> int | None:
-    """Return the rows that an embedding is to have; None: as the recipe has them."""
+    """Return the number of rows that the embedding needs for the tokenizer; None: the recipe's number is kept."""
     n_ids = inputs.tokenizer.vocab_size if inputs.tokenizer else 0
     is_other = n_ids and (n_ids > dims.vocab_size or few_ids(n_ids, "", dims.vocab_size, ""))
     if is_other:
@@ -164,25 +165,25 @@ def _vocabulary(inputs: Inputs, dims: ModelDims) -> int | None:
 
 
 def fitted_learning_rate(compute: float) -> float:
-    """Return the peak learning rate, with two digits."""
+    """Return the peak learning rate for a run of `compute` FLOPs by the power law, rounded to two digits."""
     return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.1e}")
 
 
 def _with(config: Config, **sections: Mapping[str, object]) -> Config:
-    """Set keys, by section and name."""
+    """Return a copy of `config` with new values for some keys of each section."""
     changed = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
     return replace(config, **changed)
 
 
 def _attended(config: Config, dims: ModelDims) -> AttendedShare | None:
-    """Look at the documents of prepared data as `titanlite plan` does."""
+    """Return the lengths of documents if documents are masked and the data is prepared, as for `titanlite plan`."""
     if not config.data.document_mask:
         return None
     return attended_share(config, stage_table(config, None), check_inputs(config, dims.vocab_size, 1).shards)
 
 
 def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wishes) -> UnfitError:
-    """Return the error of a model that does not fit, with the number of GPUs that it would fit."""
+    """Return the error for a model that does not fit the machine. Its fix names a number of GPUs that would do."""
     least = min(candidates, key=lambda candidate: candidate.on_device, default=None)
     if least is None:
         want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
@@ -198,7 +199,7 @@ def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wis
 
 
 def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) -> Outlook:
-    """Predict how long a run takes: by the forecast, or on a CPU by the speed of a matmul here."""
+    """Predict a run's speed and length: by the forecast, or on a CPU by the speed of a matmul. `flops`: per token."""
     if machine.rates is None:
         peak, _ = peak_flops(torch.device("cpu"), torch.float32)
         return outlook(config, flops, machine.world, CPU_MFU * peak / flops / machine.world, peak / machine.world)
@@ -207,7 +208,7 @@ def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) 
 
 
 def _with_length(config: Config, tokens: int, lr: float) -> Config:
-    """Set the learning rate and the steps of a run, and what follows from the steps."""
+    """Return the config with its learning rate, steps for `tokens`, warmup, and validation if the source has it."""
     training = config.training
     steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
     warmup = {"warmup_steps": min(2000, max(1, steps // 50))}
@@ -219,11 +220,11 @@ def _with_length(config: Config, tokens: int, lr: float) -> Config:
 
 
 def _float8_gain(chosen: Candidate, machine: Machine) -> float | None:
-    """Return how many times as fast the same layout is with float8 by row."""
+    """Return how many times as fast `chosen` is with the float8 recipe rowwise; None: not possible, or not known."""
     if machine.rates is None or not machine.is_measured:
         return None
     setting = replace(chosen.setting, float8=recipes.load("float8", "rowwise"))
-    with suppress(TitanliteError):  # of a model whose layers it does not suit
+    with suppress(TitanliteError):  # raised if float8 does not suit the model's layers
         faster = best(candidates_of_layout(replace(chosen, setting=setting).changed("float8", "recipe", "rowwise")))
         return faster.tokens_per_second / chosen.tokens_per_second if faster else None
     return None

@@ -1,4 +1,4 @@
-"""Write the file of `titanlite new`: each choice, with its reason as a comment above it."""
+"""Format the config file of `titanlite new`: each choice, with its reason as a comment above it."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.machine import Machine
 
 _WIDTH = 100
-_MOST_OTHERS = 3  # that are named beside a choice
+_MOST_OTHERS = 3  # most alternatives named in a comment
 _STDLIB_TOKENS = 3 * 10**7
 
 
 def config_text(choices: Choices, file: str) -> str:
-    """Return a run as a commented config; `file` is named in its commands."""
+    """Return the text of the config file, with comments. `file`: its path, for the commands in the comments."""
     text, before = "".join(f"{_comment_lines(line)}\n" for line in _heading(choices, file)), ""
     for key, why in _reasons(choices).items():
         section, _, name = key.partition(".")
@@ -31,7 +31,7 @@ def config_text(choices: Choices, file: str) -> str:
 
 
 def _reasons(choices: Choices) -> dict[str, str | None]:
-    """Return why each key has its value; None for one that is left out."""
+    """Return by key the comment that explains its value. A key whose comment is None is left out of the file."""
     config, world, is_cpu = choices.config, choices.machine.world, choices.machine.rates is None
     validation, is_text = config.validation, choices.inputs.sources["data.source"].kind != "tokens"
     by_bytes = "256 ids, one for each byte; better: the path of a tokenizer.json"
@@ -71,7 +71,7 @@ def _reasons(choices: Choices) -> dict[str, str | None]:
 
 
 def outlook_in_words(choices: Choices) -> str:
-    """Return the speed and the length of a run in words."""
+    """Return in words the speed of a run and the time that it takes."""
     run, unit = choices.outlook, "process" if choices.machine.rates is None else "GPU"
     speed = f"{run.tokens_per_second:,.0f} tokens a second and {unit}, MFU {run.mfu:.0%}"
     return f"{speed}, {large(run.tokens_per_day)} tokens a day: {large(choices.tokens)} tokens take {run.lasts}"
@@ -83,7 +83,7 @@ def start_command(machine: Machine, file: str) -> str:
         hosts = -(-machine.world // machine.rates.host)
         where = f"--nnodes {hosts} --nproc-per-node {machine.world // hosts}"
         return f"torchrun {where} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --config {file}"
-    is_hidden = machine.rates is None and shows_gpus()  # which it would take
+    is_hidden = machine.rates is None and shows_gpus()  # training would use the GPUs
     return f"{'CUDA_VISIBLE_DEVICES= ' * is_hidden}titanlite train {file} --gpus {machine.world}"
 
 
@@ -194,9 +194,9 @@ def _of_float8(choices: Choices) -> str:
 
 
 def _others(choices: Choices, attribute: str, alike: Sequence[str] = (), name: str = "{}") -> str:
-    """Return what is against each other value of a property, the nearest to the chosen one first.
+    """Return for other values of `attribute` how much slower they are, the least slow first, or that they do not fit.
 
-    Candidates differ from the chosen one in no property of `alike`.
+    Only candidates that equal the chosen one in the attributes `alike` are compared. `name`: format of a value.
     """
     chosen = choices.chosen
     same = [c for c in choices.candidates if all(getattr(c, other) == getattr(chosen, other) for other in alike)]

@@ -1,4 +1,4 @@
-"""Check the wishes for a new run before torch is imported: the file, the model, its data and tokenizer."""
+"""Check the user's wishes for a new run before torch is imported: the file, the model, its data and tokenizer."""
 
 import math
 import os
@@ -22,12 +22,12 @@ _COUNT = re.compile(r"([0-9_,]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMBT]?)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Wishes:
-    """The wishes for a run.
+    """The user's wishes for a new run.
 
     Attributes:
         model: name and flavor, as `llama3-8B`.
-        tokens: to train on; 0: as many as suit the model.
-        is_elsewhere: whether the run is planned for another machine, which then has the tokenizer.
+        tokens: number of tokens to train on; 0: as many as suit the model.
+        is_elsewhere: whether the run is planned for another machine; the tokenizer may then be missing on this one.
     """
 
     model: str
@@ -38,13 +38,13 @@ class Wishes:
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """Return whether only the other machine has the tokenizer, whose vocabulary is taken to be the model's."""
+        """Return whether the tokenizer is only on the other machine. The model's vocabulary is then kept."""
         is_here = self.tokenizer == "bytes" or os.path.isfile(os.path.expanduser(self.tokenizer))
         return self.is_elsewhere and not is_here
 
 
 def wished_model(text: str) -> Model:
-    """Read a model's name, as `llama3-8B`; a flavor alone, as `8B`, is llama3's. Refuse a part of models' names."""
+    """Read a model's name, as `llama3-8B`, or a flavor of llama3, as `8B`. Refuse an unknown or incomplete name."""
     there, part = recipes.names("model"), text
     text = text if "-" in text else f"llama3-{text}"
     meant = [name for name in there if is_part(part, name)]
@@ -59,7 +59,7 @@ def wished_model(text: str) -> Model:
 def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:
     """Add data and tokenizer to a config, and check them as `titanlite validate` does.
 
-    `bytes` stands in for a tokenizer that is not here, of which the inputs say nothing then.
+    If the tokenizer is not on this machine, the config has `bytes`, and the inputs have no tokenizer and token counts.
 
     Raises:
         DataError: there is no such data or tokenizer.
@@ -71,7 +71,7 @@ def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:
 
 
 def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhere: bool) -> None:
-    """Check what was given as flags, and raise all errors as one; what was not given is asked for later."""
+    """Check the wishes that flags give, and raise all errors as one. None: not given, to be asked for later."""
     wishes = Wishes("", data or Config().data.source, tokenizer, is_elsewhere=is_elsewhere)
     found = list[TitanliteError]()
     for check in (lambda: model is not None and wished_model(model), lambda: wished_inputs(Config(), wishes)):
@@ -84,7 +84,7 @@ def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhe
 
 
 def file_to_write(named: str | None, model: str) -> Path:
-    """Return the file of a config, by default with the model's name; refuse one that exists or cannot be written."""
+    """Return the path of the config: `named`, or by default the model's name. Refuse it if it cannot be a new file."""
     if named is None:
         wished = wished_model(model)
         named = f"{wished.name}-{wished.flavor.lower()}.toml"
@@ -101,7 +101,7 @@ def file_to_write(named: str | None, model: str) -> Path:
 
 
 def token_count(text: str) -> int:
-    """Read a number of tokens, as 20B, 1.5e9 or 2_000_000; refuse what is none, below 1 or beyond all text."""
+    """Read a number of tokens, as 20B, 1.5e9 or 2_000_000. Refuse other text, and a number below 1 or above 1e18."""
     found = _COUNT.fullmatch(text.strip())
     count = float(re.sub("[,_]", "", found[1])) * _UNITS[found[2].upper()] if found else math.nan
     if not 1 <= count <= _MOST_TOKENS:

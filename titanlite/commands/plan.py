@@ -1,11 +1,11 @@
 """Predict a run without a GPU: sharding, collectives, memory, step time.
 
-titanlite plan FILE                              of tensor parallelism: placements, their origins, and collectives
+titanlite plan FILE                              tensor parallelism: placements, their origins, and collectives
 titanlite plan FILE --world N                    also FSDP's collectives, memory by category, and the time of a step
-titanlite plan FILE --world N --device h100      the same for another device; exit code 2, with what would help, if the
-                                                 run needs more memory than a device has
-titanlite plan FILE --world N --diff [OTHER] …   what another config, or the flags after --diff, would change
-titanlite plan FILE --activation-checkpoint      the price of each rule of the save-list, and what every list keeps
+titanlite plan FILE --world N --device h100      the same for another device; exit code 2, and changes that would help,
+                                                 if the run needs more memory than a device has
+titanlite plan FILE --world N --diff [OTHER] …   the changes that another config, or the flags after --diff, would make
+titanlite plan FILE --activation-checkpoint      the price of each rule of the save-list, and the bytes every list keeps
 """
 
 import json
@@ -42,8 +42,8 @@ COMMAND = Command(
 
 
 def run(argv: list[str]) -> int:
-    """Print a plan."""
-    # "--diff=FILE" is two words: what comes behind it is more than its value.
+    """Print a plan, the price list of a save-list, or the differences between two plans."""
+    # Split "--diff=FILE": --diff takes all words after it, which may be more than one.
     argv = [word for a in argv for word in (a.split("=", 1) if a.startswith(f"{_DIFF}=") else [a])]
     if _DIFF in argv:
         return _diff(argv)
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         require_place("--json", Path(given["--json"]))
     checked = checked_run(arguments.flags, world)
     with at_work(_AT_WORK):
-        # These import torch, which takes seconds: not for a help page or a mistake in a flag.
+        # These import torch, which takes seconds, so a help page or a mistake in a flag is printed before.
         from titanlite.commands.forecast import check_device
         from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
         from titanlite.commands.planned_run import plan_run
@@ -73,11 +73,11 @@ def run(argv: list[str]) -> int:
                 text = price_list(made, arguments.file, world)
             sys.stdout.write(folded(text, terminal_width()))
             return 0
-        # Of placements alone, what depends on the number of processes need not be predicted.
+        # Placements do not depend on the number of processes, so --why alone needs no prediction.
         is_split = checked.config.parallelism.tensor_parallel_degree > 1
         is_for_why = "--why" in given and "--json" not in given and is_split
         planned = plan_run(checked, arguments.file, None if is_for_why else world, device, not is_for_why)
-        # Of a single process there is no first table.
+        # A plan of a single process lacks the first table, and would begin with an empty line.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:
         file = Path(given["--json"])
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
 
 
 def _diff(argv: list[str]) -> int:
-    """Print what differs between the run in front of --diff and the one behind it."""
+    """Plan the run before --diff and the run after it, and print the facts in which the two plans differ."""
     at = argv.index(_DIFF)
     before, after = argv[:at], argv[at + 1 :]
     for words in (before, after):
@@ -134,7 +134,7 @@ def _diff(argv: list[str]) -> int:
 
 
 def _device(given: Mapping[str, str], world: int | None) -> str:
-    """Read --device."""
+    """Return the device of --device, or the default. Refuse an unknown one, and --device without --world."""
     name = given.get(_DEVICE, DEFAULT_DEVICE)
     if name.lower() not in DEVICES or (_DEVICE in given and world is None):
         want = f"{' or '.join(DEVICES)}: there are no rates of another" if world else _NEEDS_WORLD

@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
-    """Return all tables of a plan, and whether it fits."""
+    """Return all tables of a plan, and whether it fits a device of `device_gib` (None: the device predicted for)."""
     text = "" if planned.sharding is None else sharding_table(planned.sharding) + "\n"
     if planned.collectives:
         header = ["collective", "pass", "at", "inside", "ranks", "times a step", "MiB each", "MiB a step"]
@@ -44,7 +44,7 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
 
 
 def collective_rows(listed: Mapping[Recorded, int]) -> list[list[str]]:
-    """Return rows of kind, pass, module, operator, ranks, count, MiB each and MiB a step."""
+    """Return a row for each collective: kind, pass, module, operator, ranks, calls a step, MiB each and MiB a step."""
     mib = {each: each.sent_bytes / _MIB for each in listed}
     return [
         [*each[:3], each.operator, f"{each.ranks}", f"{n}", f"{mib[each]:,.3f}", f"{n * mib[each]:,.1f}"]
@@ -57,7 +57,7 @@ def _sent_bytes(planned: PlannedRun) -> int:
 
 
 def _pair_rows(planned: PlannedRun) -> list[list[str]]:
-    """Return rows of collective, pass, module, count, and whether it is one kernel with its matmul."""
+    """Return a row for each pair of a collective and a matmul: kind, pass, module, calls, whether it is one kernel."""
     return [[*pair[:3], str(times), _verdict(pair.obstacle)] for pair, times in planned.pairs.items()]
 
 
@@ -66,7 +66,7 @@ def _verdict(obstacle: str | None) -> str:
 
 
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
-    """Explain the placement of a tensor."""
+    """Return where the placement of `tensor` comes from. Refuse a plan without tensor parallelism."""
     if planned.memory.dims.experts is not None and ".experts.w" in f".{tensor}":
         shared = "each of parallelism.expert_parallel_degree ranks has whole experts of its own, whose rows FSDP splits"
         return (
@@ -80,7 +80,7 @@ def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
 
 
 def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
-    """Return a plan in JSON's types."""
+    """Return a plan in JSON's types, as --json writes it."""
     said: dict[str, Any] = {"world": world, "micro_steps": planned.memory.micro_steps}
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
@@ -106,13 +106,13 @@ def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
 
 
 def plan_facts(planned: PlannedRun) -> dict[str, str]:
-    """Return each fact of a plan under its name."""
+    """Return the facts of a plan that --diff compares, as text by name."""
     facts: dict[str, str] = {}
     if planned.sharding is not None:
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
     for kind, direction, name, inside, ranks, times, mib, _ in collective_rows(planned.collectives):
-        what = " ".join(filter(None, (kind, direction, name, inside)))  # what is reduced before the update is at none
+        what = " ".join(filter(None, (kind, direction, name, inside)))  # reductions before the update have no module
         seen = f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
     sent = f"{_sent_bytes(planned) / _MIB:,.1f}" if planned.is_complete else "not known"
@@ -128,7 +128,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
 
 
 def _update_table(work: UpdateWork, predicted: Forecast) -> str:
-    """Return what updates each group, and the update's share of a step; "" where AdamW takes all."""
+    """Return the table of the optimizer's groups and the update's share of a step; "" if AdamW updates everything."""
     groups = work.groups()
     if len(groups) == 1 and {group.rule for group in groups.values()} == {"adamw"}:
         return ""
@@ -144,7 +144,7 @@ def _update_table(work: UpdateWork, predicted: Forecast) -> str:
 
 
 def _update_groups(work: UpdateWork) -> dict[str, tuple[str, str, str]]:
-    """Return the rule, elements and state of each group of the optimizer."""
+    """Return by group of the optimizer its update rule, number of elements, and bytes of state per rank, as text."""
     return {
         name: (group.rule, f"{group.elements:,}", byte_size(group.state, beside=work.state))
         for name, group in work.groups().items()
@@ -152,7 +152,7 @@ def _update_groups(work: UpdateWork) -> dict[str, tuple[str, str, str]]:
 
 
 def _update_parts(work: UpdateWork, time: UpdateTime) -> dict[str, float]:
-    """Return the milliseconds of each rule's passes over memory, and of all else."""
+    """Return the milliseconds of an update: each rule's passes over memory, orthogonalisation, exposed exchanges."""
     parts = {f"{rule} over memory": ms for rule, ms in time.passes.items()}
     if work.shared:
         parts["orthogonalisation"] = time.orthogonalisation

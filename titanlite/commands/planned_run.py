@@ -1,4 +1,4 @@
-"""Put together what `titanlite plan` says of a run."""
+"""Plan a run for `titanlite plan`: its placements, its collectives, and its predicted memory and speed."""
 
 import re
 from collections import Counter, defaultdict
@@ -33,17 +33,17 @@ from titanlite.training.assemble import Assembly, assembled
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A planned run.
+    """The plan of a run.
 
     Attributes:
-        memory: of its ranks, the fewest possible if the number of processes is not known.
-        tokens: of a step; of one data-parallel rank, if the number of processes is not known.
-        sharding: None without tensor parallelism.
-        collectives: how often each is called in a step.
-        pairs: how often collectives with matmuls are called, and whether as one kernel.
+        memory: memory model of a rank; for the fewest ranks possible if the number of processes is not known.
+        tokens: tokens of a step; of one data-parallel rank, if the number of processes is not known.
+        sharding: placements by tensor parallelism, or None without it.
+        collectives: number of calls of each collective in a step.
+        pairs: number of calls of each collective with a matmul in a step; the key has whether both are one kernel.
         predicted: None if the number of processes is not known.
-        notes: what `collectives` leaves out; a line each.
-        is_complete: whether `collectives` has all of every step.
+        notes: collectives that `collectives` leaves out; a line each.
+        is_complete: whether `collectives` has every collective that all steps call.
     """
 
     memory: MemoryModel
@@ -59,8 +59,8 @@ class PlannedRun:
 def plan_run(
     checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE, lists_collectives: bool = True
 ) -> PlannedRun:
-    """Plan a checked run; unless `lists_collectives`, its placements alone, for which no step is recorded."""
-    config = largest_stage(checked.config)  # which decides on memory; its step is the one that is priced
+    """Plan a checked run. Without `lists_collectives` no step is recorded, and the plan has no collectives."""
+    config = largest_stage(checked.config)  # it decides on memory, and its step is priced
     mesh, t = config.parallelism, config.parallelism.tensor_parallel_degree
     if t == mesh.context_parallel_degree == 1 and world is None:
         want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
@@ -71,7 +71,6 @@ def plan_run(
 
 
 def _plan(made: Assembly, world: int | None, device: str, lists_collectives: bool) -> PlannedRun:
-    """Plan an assembled run."""
     checked, memory, rates = made.asked, made.memory, measured_rates(device)
     config, cp = memory.config, memory.run.context_parallel
     tokens = memory.run.tokens * memory.micro_steps * memory.replicas * memory.shards
@@ -99,7 +98,7 @@ def _plan(made: Assembly, world: int | None, device: str, lists_collectives: boo
             notes += _not_fused(entries)
         except TitanliteError:
             raise
-        except Exception as error:  # of a file of the user's own, or of an operator's that it calls
+        except Exception as error:  # raised by the user's model file, or by an operator that the file calls
             if not config.model.file:
                 raise
             want, fix = "a model that trains on tensors without memory", "branch on no tensor's values"
@@ -119,9 +118,10 @@ def _plan(made: Assembly, world: int | None, device: str, lists_collectives: boo
 def _recorded(
     made: Assembly, save_list: SaveList | None, device: str, attended: AttendedShare | None
 ) -> tuple[Mapping[Recorded, int], Mapping[CollectiveMatmul, int], Sequence[Entry]]:
-    """Record a step of the first rank; exchanges of matrices are added in the mean of all ranks.
+    """Record a step of the first rank, with AdamW; return its collectives, its pairs and the entries of its receipt.
 
-    Which rank owns which matrix depends on all blocks, which need not be recorded otherwise.
+    The exchanges of an optimizer that distributes matrices over ranks are added as the mean over all ranks. To record
+    them, all blocks would be needed, because these decide which rank owns which matrix.
     """
     checked, memory = made.asked, made.memory
     elementwise = recipes.load("optimizer", "adamw")
@@ -129,11 +129,11 @@ def _recorded(
     config = replace(memory.config, optimizer=replace(memory.config.optimizer, weight_decay_exclude=()))
     run = replace(checked, config=config, save_list=listed, optimizer=elementwise)
     starts: Sequence[np.ndarray] = ()
-    if attended and (ranks := memory.run.context_parallel) > 1:  # documents decide which keys travel
+    if attended and (ranks := memory.run.context_parallel) > 1:  # documents decide which keys ranks exchange
         starts = attended.starts(memory.run.tokens * ranks, memory.micro_steps)
     step = record(run, memory.world, device, documents=starts)
     found, pairs = Counter[Recorded](step.collectives), step.pairs
-    if config.compile.enable and not no_cost_reasons(listed):  # a compiler repeats only what backward uses
+    if config.compile.enable and not no_cost_reasons(listed):  # a compiler recomputes only what backward uses
         again = {(a.op.split(".")[1], a.layer) for block in block_costs(memory.run, listed) for a in block.recomputed}
         found = Counter({each: n for each, n in found.items() if _is_repeated(each, each.operator, again)})
         pairs = {each: n for each, n in pairs.items() if _is_repeated(each, _OPERATORS[each.kind], again)}
@@ -151,10 +151,13 @@ _OPERATORS = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduc
 
 
 def _is_repeated(each: Recorded | CollectiveMatmul, operator: str, again: Collection[tuple[str, str]]) -> bool:
-    """Return whether a collective is no recomputation, or is by one of these operators in one of these layers."""
+    """Return whether compiled code calls a recorded collective: if it is a recomputation, only if `again` has it.
+
+    `operator`: that calls the collective, or "". `again`: (operator, layer) of what backward computes again.
+    """
     if each.direction != "recomputation":
         return True
-    at = each.module.removeprefix("layers.*.")  # of a feed-forward in one function, the whole of it
+    at = each.module.removeprefix("layers.*.")  # for a feed-forward that is one function, its own name
     return any(
         (name == operator if operator else each.kind in name)
         and (f"{layer}.".startswith(f"{at}.") or f"{at}.".startswith(f"{layer}."))
@@ -163,7 +166,7 @@ def _is_repeated(each: Recorded | CollectiveMatmul, operator: str, again: Collec
 
 
 def _not_fused(entries: Sequence[Entry]) -> list[str]:
-    """Return which layers are not fused with their collectives although that is asked for."""
+    """Return a note for each reason why layers are not fused with their collectives although the config asks for it."""
     names = defaultdict[str, dict[str, None]](dict)
     for entry in entries:
         for case in entry.skipped if entry.feature == "async_tensor_parallel" else ():
@@ -173,7 +176,10 @@ def _not_fused(entries: Sequence[Entry]) -> list[str]:
 
 
 def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Config) -> Forecast:
-    """Name the stage that is predicted, if there are several; the run takes its tokens' time at that stage's speed."""
+    """Add the stage's shape to a forecast of a run with several stages, and predict the days of the whole run.
+
+    The days are the time of all tokens at the speed of the largest stage.
+    """
     if len(table.rows) == 1:
         return predicted
     seq_len, outlook = largest.training.seq_len, predicted.outlook

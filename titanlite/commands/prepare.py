@@ -26,7 +26,7 @@ COMMAND = Command("prepare", __doc__ or "", {})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prepare `data.source` and, if validation is enabled, its sources, and print what came of it."""
+    """Tokenize the sources of training and, if validation is enabled, its sources; print a summary of each."""
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
             packing = _packing(shards, counts, config.data.packing)
             if window := config.data.shuffle_window:
                 packing = f"\n  order        {order_in_words(window, unit_len, 0)}{packing}"
-            if key not in checked.inputs.tokens:  # else it is told already
+            if key not in checked.inputs.tokens:  # else `checked.warnings` has it
                 units[next(name for name, (own, _) in source_keys(config).items() if own == key)] = n
             if not config.data.mixture:
                 epochs = epochs_of(checked, n, None)
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _packing(shards: Corpus, counts: PackingCounts | None, used: str) -> str:
-    """Return what both ways to pack do to the documents of a source; of a concatenated one, of its beginning."""
+    """Return a table of the effect of each value of `data.packing` on a source's documents. `used`: the run's value."""
     if counts is None:
         return "\n  packing      not known: data.separator_id says which id ends a document of token files"
     part = f", of the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""

@@ -1,6 +1,6 @@
 """Print `titanlite plan FILE --activation-checkpoint`: the price of each rule, and what every list would keep.
 
-All is read off the traced blocks (`titanlite/forecast/activation_cost.py`, `memory.py`): no GPU, no process group.
+All numbers follow from traced blocks (`titanlite/forecast/activation_cost.py`, `memory.py`), without a GPU.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Totals:
-    """The sums of what all blocks keep, inputs included, and compute again, on one rank and in one micro-step."""
+    """The costs of all blocks under a save-list, on one rank and in one micro-step."""
 
-    held: int
-    flops: int
-    moved: int
+    held: int  # bytes kept for backward, the blocks' inputs included
+    flops: int  # of recomputation
+    moved: int  # bytes that recomputation reads and writes
 
 
 def totals(run: TracedRun, save_list: SaveList) -> Totals:
-    """Add up all blocks of a model under a save-list; raise a `RecipeError` as `block_costs` does."""
+    """Return the costs of all blocks of a model under a save-list; raise a `RecipeError` as `block_costs` does."""
     blocks = block_costs(run, save_list)
     again = [activation for block in blocks for activation in block.recomputed]
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
 
 def price_list(made: Assembly, file: str, world: int | None = None) -> str:
-    """Format the prices of a run's save-list, and the totals of all lists; with `world`, also peaks."""
+    """Return the prices of the rules of a run's save-list, and the totals of all lists; with `world`, also peaks."""
     checked, run = made.asked, made.memory.run
     config, dims, save_list = checked.config, checked.dims, checked.save_list
     if run.no_trace_reason:
@@ -60,7 +60,7 @@ def price_list(made: Assembly, file: str, world: int | None = None) -> str:
 
 def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
     """Return the introduction and the table of the rules of a run's save-list."""
-    block_costs(run, save_list)  # a list without a price is refused before anything is printed
+    block_costs(run, save_list)  # raises for a list that cannot be priced, before anything is printed
     prices, n_layers = rule_costs(run, save_list), len(run.blocks)
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer: what is kept, and what recomputing it would cost:\n"
@@ -72,7 +72,7 @@ def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
 
 
 def _of_all_lists(checked: CheckedRun, model: MemoryModel, has_peak: bool) -> str:
-    """Return the table of what each list keeps, the run's own first."""
+    """Return a table of the costs of each save-list, first the run's own. `has_peak`: with the peak of memory."""
     config = checked.config
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
     priced: dict[str, tuple[Totals, float | None] | None] = {}
@@ -81,7 +81,7 @@ def _of_all_lists(checked: CheckedRun, model: MemoryModel, has_peak: bool) -> st
             save_list = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
             sums = totals(model.run, save_list)
             priced[name] = sums, model.peak_under(save_list).total if has_peak else None
-        except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
+        except ConfigError:  # the file of a list that the run does not use is broken, or the list cannot work here
             priced[name] = None
     is_small = all(max(sums.held, sums.moved) < _GIB for sums, _ in filter(None, priced.values()))
     unit, called = (_MIB, "MiB") if is_small else (_GIB, "GiB")

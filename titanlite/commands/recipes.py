@@ -20,7 +20,7 @@ from titanlite.errors import RecipeError, nearest
 from titanlite.recipes import Kind, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-# What a config may name though no file is behind it.
+# Names of recipes that a config may use although they have no file, each with its help, by kind.
 _WITHOUT_FILE: dict[str, dict[str, str]] = {
     "model": {FROM_CHECKPOINT: "As model.flavor: the dimensions of the folder in checkpoint.initial_load_path."},
     "float8": {"none": "No float8: linear layers compute in training.mixed_precision_param."},
@@ -45,7 +45,7 @@ COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Print the recipes of all kinds or of one kind, or one recipe."""
-    if "--measure" in argv:  # which was a flag
+    if "--measure" in argv:  # no flag: a script measures
         raise RecipeError.of("command line", "--measure", "", "no flag", "scripts/bench/float8_layers.py of a checkout")
     argv, given = COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
 
 
 def _rules_of(file: str) -> Mapping[str, OwnRule]:
-    """Import the user's file of update rules."""
+    """Return the update rules in the user's Python file, by name."""
     problems = Problems(Origin("command line"))
     check_file("optimizer.file", file, problems)
     problems.raise_all()
@@ -89,7 +89,7 @@ def _rules_of(file: str) -> Mapping[str, OwnRule]:
 
 
 def _of_folder(argv: Sequence[str], folder: str) -> str:
-    """Write the recipe of a folder's model as the text of a file."""
+    """Return the text of a recipe file for the model in `folder`. Refuse any `argv` but the kind model."""
     problems = Problems(Origin("command line"))
     if argv != ["model"]:
         want, fix = "the kind whose recipes are dimensions: model", f"titanlite recipes model {_FROM} {folder}"
@@ -103,7 +103,7 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
 
 
 def _listing(kind: Kind, there: Sequence[str], read: Callable[[str, str], Any], wrong: list[RecipeError]) -> str:
-    """Return the names of one kind with their help; the error of a recipe that cannot be loaded goes to `wrong`."""
+    """Return the recipes of a kind, named in `there`, with their help. Append the errors of broken ones to `wrong`."""
     rows = dict[str, str]()
     for name in there:
         try:

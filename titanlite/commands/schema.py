@@ -3,7 +3,7 @@
 titanlite schema --out titanlite.schema.json
 
 A config names the file in its first line, as `#:schema ./titanlite.schema.json`, which taplo and Even Better TOML
-(VS Code) read. docs/titanlite.schema.json of a checkout is the same.
+(VS Code) read. A checkout of titanlite has the same schema in docs/titanlite.schema.json.
 """
 
 import json

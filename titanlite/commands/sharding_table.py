@@ -1,4 +1,4 @@
-"""The sharding plan of a config: its weights as text, and where a placement came from."""
+"""Format a sharding plan: a table of the weights' placements, and where a tensor's placement comes from."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:
-    """Return rows of each weight's name, shape, placement and reason; layers that are alike are one row."""
+    """Return a row for each weight: its name, shape, placement and reason. Equal rows of several layers are joined."""
     held = [t for t in planned.plan.tensors.values() if t.name.endswith((".weight", ".bias"))]
     rows = ((n, (t.shape, t.placement, t.origin.reason), t) for t in held for n in planned.names(t.name))
     found = []
@@ -28,16 +28,16 @@ _APART = "experts: by FSDP alone"
 
 
 def _is_apart(planned: PlannedLayers, name: str) -> bool:
-    """Return whether a parameter of the plan is of no layer that tensor parallelism knows."""
+    """Return whether tensor parallelism places a parameter in no layer, as experts, which only FSDP shards."""
     layers = [planned.layers.get(n.rpartition(".")[0]) for n in planned.names(name)]
     return not any(layer is not None and name.rpartition(".")[2] in layer.placements for layer in layers)
 
 
 def _most_alike(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three names that contain what was asked for, or else are most like it; one of equal blocks."""
+    """Return up to three of `names` that contain `asked`, or else resemble it most, each from another kind of block."""
 
     def unlikeness(name: str) -> tuple[float, int]:
-        end = ".".join(name.split(".")[-asked.count(".") - 1 :])  # as many words as were given
+        end = ".".join(name.split(".")[-asked.count(".") - 1 :])  # as many parts as `asked` has
         return -difflib.SequenceMatcher(None, asked, end).ratio(), len(name)
 
     order = sorted(name for name in names if asked in name)
@@ -49,7 +49,7 @@ def _most_alike(asked: str, names: Collection[str]) -> list[str]:
 
 
 def _joined_rows(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
-    """Join rows that differ only in their layer's number: the name with the range of numbers, how many, and an item."""
+    """Join rows that differ only in their layer's number: (name with the range of numbers, number of rows, an item)."""
     groups: dict[object, list[tuple[str, T]]] = {}
     for name, content, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))
@@ -64,7 +64,7 @@ def _joined_rows(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, 
 
 
 def sharding_table(planned: PlannedLayers) -> str:
-    """Format where each weight is."""
+    """Return the table of the weights' placements, below a legend."""
     weights = [["weight", "shape", "placed", "why"], *weight_rows(planned)]
     over = f"tensor parallelism over {planned.plan.ranks} ranks"
     split = f"{over}: S(d) is split along dim d over tp, R whole, P a partial sum"
@@ -72,14 +72,14 @@ def sharding_table(planned: PlannedLayers) -> str:
 
 
 def why(planned: PlannedLayers, tensor: str) -> str:
-    """Format where a tensor's placement came from, a line per link, back to the annotation.
+    """Return where a tensor's placement comes from: a line for each step of its derivation, back to the annotation.
 
-    `tensor` is a name in the plan, or of a module, with or without @, for what it returns and gathers; of several
-    blocks as a table has it, layers.0-31, or an annotation, layers.*.
+    `tensor` is a tensor of the plan, or a module (with or without @) for the tensors that it returns and gathers. It
+    may name several blocks, as layers.0-31 in the table or layers.* in an annotation.
     """
     plan, returned = planned.plan, dict[str, str]()
     for t in plan.tensors.values():
-        if t.name in plan.steps:  # in the order in which they are computed
+        if t.name in plan.steps:  # in order of computation, so the last tensor of a module is its output
             parts = t.module.split(".")
             returned |= {".".join(parts[:n]): t.name for n in range(1, len(parts) + 1) if t.module}
     asked = re.sub(r"^(layers\.\d+)[-,][-,\d]*", r"\1", tensor.removeprefix("@"))

@@ -1,9 +1,9 @@
 """Check a config once, then train it on the GPUs of this host, under torchrun's own launcher.
 
-The same as torchrun --standalone --nproc-per-node N train.py FILE, but a mistake in the config, the data or the run
-folder is one message, said before a process is started, and a run that saved when it was told to stop (SIGINT, SIGTERM,
-SIGHUP, SIGUSR1) ends with exit code 0. One process is started without a launcher. On several hosts use torchrun:
-scripts/launch has scripts for it.
+Trains as torchrun --standalone --nproc-per-node N train.py FILE does, but differs in two points. A mistake in the
+config, the data or the run folder is reported once, before a process is started. A run that saves and stops on a signal
+(SIGINT, SIGTERM, SIGHUP, SIGUSR1) ends with exit code 0. A single process is started without a launcher. On several
+hosts use torchrun: scripts/launch has scripts for it.
 """
 
 import logging
@@ -29,8 +29,8 @@ COMMAND = Command(
     {"--gpus N": "GPUs to train on, of this host; default: all. Without GPUs: the number of processes; default: 1"},
 )
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-# Seconds from a signal until the launcher kills the processes; its own 30 are too short for a step and a large
-# checkpoint. Before torch 2.12 they are always 30.
+# Seconds from a signal until the launcher kills the processes. Its default of 30 is too short to finish a step and save
+# a large checkpoint. torch before 2.12 always takes 30.
 _STOP_S = "600"
 
 
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     check_launcher()
     asked = number_of(given.own, "--gpus", int, "a number of GPUs, at least 1", "--gpus 8")
     checked = checked_run(given.flags, asked)
-    n = _n_processes(asked)  # imports torch where there are GPUs, which takes longer than finding a mistake
+    n = _n_processes(asked)  # imports torch if there are GPUs: slower than the check above
     if asked is None:
         checked = checked_run(given.flags, n)
     check_start(checked.config, checked.inputs)
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def _n_processes(asked: int | None) -> int:
-    """Return the number of processes, as asked for, or one for each GPU that is visible."""
+    """Return the number of processes: `asked`, or one per visible GPU, or 1 without GPUs. Refuse more than the GPUs."""
     if not shows_gpus():
         return asked or 1
     import torch
@@ -70,15 +70,15 @@ def _n_processes(asked: int | None) -> int:
 
 
 def _launch(n: int, program: Sequence[str], config: Config) -> int:
-    """Run processes under torchrun's agent, in this process; return the exit code of the run."""
+    """Run `program` in `n` processes under torchrun's agent, in this process; return the exit code of the run."""
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOP_S)
     _silence_agent()
-    handled = [each.name for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]  # as SIGHUP is under nohup
+    handled = [each.name for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]  # nohup ignores SIGHUP
     own = ["--standalone", "--nproc-per-node", str(n), "--signals-to-handle", ",".join(handled)]
     began = now()
     try:
@@ -87,7 +87,7 @@ def _launch(n: int, program: Sequence[str], config: Config) -> int:
         return 0 if _has_stopped_well(RunFolder.of(config), config, began) else 128 + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode == 2:  # a mistake, which the rank has told
+        if failure.exitcode == 2:  # a mistake of the user, which the rank has reported
             return 2
         how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else failure.signal_name()
         log = RunFolder.of(config).logs / f"rank{rank}.log"
@@ -97,14 +97,17 @@ def _launch(n: int, program: Sequence[str], config: Config) -> int:
 
 
 def _silence_agent() -> None:
-    """Keep the agent's own log off the terminal: each rank says itself what it ended of."""
+    """Keep the log of torchrun's agent off the terminal: each rank reports its own error."""
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):  # each logger has its own level
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _has_stopped_well(folder: RunFolder, config: Config, began: str) -> bool:
-    """Return whether this start of the run ended as it was told to, with its last step saved if it saves at all."""
+    """Return whether the run finished, or stopped on a first signal with its last step saved if saving is enabled.
+
+    `began`: when this process started the run; the status of an earlier start does not count.
+    """
     try:
         said = read_status(folder.status)
     except (OSError, ValueError):

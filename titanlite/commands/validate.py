@@ -1,9 +1,9 @@
 """Check a config, its recipes, its data and its run folder, and print what would run, without starting it.
 
-train.py runs the same checks before it starts. What keys, types, ranges, paths and data can tell is said within a
-second; then the model is assembled, without memory, for what only it can tell. A config that passes with --world N also
-starts on N processes of this machine. This does not look for damage inside a checkpoint's large files, or know for
-certain whether another job is using the run folder.
+train.py runs the same checks before it starts. Mistakes in keys, types, ranges, paths and data are reported within a
+second. Then the model is assembled, without memory, for the checks that need it. A config that passes with --world N
+also starts on N processes of this machine. Two things remain uncertain: whether a checkpoint's large files are damaged
+inside, and whether another job is using the run folder.
 """
 
 import sys
@@ -68,7 +68,11 @@ def run(argv: list[str]) -> int:
 def _of_host_and_folder(
     checked: CheckedRun, world: int | None, foreseen: "Foreseen"
 ) -> tuple[CheckedRun, int | None, int]:
-    """Add what a start would say of this host and the folder; return the step to resume from, and its samples, too."""
+    """Check this host and the run folder as a start does, and add the hints and warnings to `checked`.
+
+    Returns:
+        The run with them, the step to resume from (None: from the beginning), and the samples trained on up to it.
+    """
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
     warnings = [folder.seems_in_use(), no_login(config), foreseen.warning]
@@ -82,12 +86,12 @@ def _of_host_and_folder(
     if found is not None:
         at, done, own_rules = step_folder(*found), found[1], checked.optimizer.own_rules
         state = checked.saved or read_state(at, done)
-        if is_own := found[0] == folder.checkpoints:  # the state of another run is checked before
+        if is_own := found[0] == folder.checkpoints:  # `checked_run` has checked the state of another run
             shards, strict, step, samples = checked.inputs.shards, config.job.strict, done, state.samples
             check_state(at, state, config, checked.dims, sequences_per_step(config, world) if world else None)
             keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
             corpora = {name: shards[key].fingerprint for name, key in keys.items()}
-            tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
+            tokenizer = "" if strict else checked.inputs.fingerprint  # if strict, `checked_run` has compared it
             warnings.append(other_text(at, state, corpora, tokenizer, strict))
         is_fresh = leaves_state(at, state, config.optimizer, foreseen.rules, own_rules)
         notices += [f"goes on from {at}: {taken_by_branch(is_fresh)}"] * (not is_own)
@@ -101,7 +105,7 @@ def _of_host_and_folder(
 def summary(
     checked: CheckedRun, foreseen: "Foreseen", file: str, world: int | None, step: int | None, samples: int = 0
 ) -> str:
-    """Return what a run would be in a few lines."""
+    """Return a summary of the run that would start, resuming from `step` (None: from the beginning) after `samples`."""
     config, inputs = checked.config, checked.inputs
     mesh = config.parallelism
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
@@ -117,7 +121,7 @@ def summary(
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         unit_len = checked.table.unit_len
-        is_packed = config.data.packing == "best_fit"  # or will be: into at least as many samples
+        is_packed = config.data.packing == "best_fit"  # or will be, into at least this many samples
         n_samples = -(-n_tokens // unit_len) if is_packed else sample_count(config.data.source, n_tokens, unit_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(checked, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
@@ -140,7 +144,7 @@ def summary(
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
     ahead = (source for key, source in inputs.sources.items() if key not in {*inputs.trained, *inputs.shards})
-    long = (whole_from_hub(source, config.data) for source in ahead)  # which a run says when it does it
+    long = (whole_from_hub(source, config.data) for source in ahead)  # a run warns of it when it tokenizes the source
     n = len(checked.warnings)
     lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]
     lines += ["  warning: " + text.replace("\n", "\n  ") for text in checked.warnings]
@@ -149,7 +153,7 @@ def summary(
 
 
 def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
-    """Return the tokens of a step, of each stage, and of the run; `ranks` are data-parallel."""
+    """Return in words the tokens of a step, in each stage, and of the run. `ranks`: data-parallel ranks, if known."""
     config, table, batch = checked.config, checked.table, checked.config.training
     fewest = ", on the fewest ranks; pass --world N" * follows_ranks(config, world)
     if config.data.stage or (len(table.rows) > 1 and not fewest):
@@ -167,18 +171,19 @@ def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -
 
 
 def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:
-    """Return how often a run goes through its text: each data-parallel rank, where the batch follows from their number.
+    """Return in words how many epochs a run trains; per data-parallel rank, if the batch depends on their number.
 
     Args:
         checked: the run.
-        n_samples: of `data.source`, of the stage table's length.
+        n_samples: samples of `data.source`, each of the stage table's `unit_len` tokens.
         world: number of processes, if it is known.
-        start: step that it resumes from, after so many `samples`.
+        start: step that the run resumes from; 0: from the beginning.
+        samples: samples that the run has trained on up to `start`.
     """
     config, table, batch, each = checked.config, checked.table, checked.config.training, ""
     tokens = table.tokens(batch.steps)
     if follows_ranks(config, world) and samples and not config.data.stage:
-        # A run that resumes without a global batch is held to the one it had.
+        # Without a global_batch_size, a run that resumes must keep the global batch that it had.
         tokens = table.tokens(start) + max(0, batch.steps - start) * (samples // start) * batch.seq_len
     elif follows_ranks(config, world):
         one_batch = not config.data.stage
@@ -187,7 +192,7 @@ def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int
 
 
 def _order(checked: CheckedRun, world: int | None) -> str:
-    """Return how sources are shuffled, and when they are tokenized."""
+    """Return in words how sources are shuffled, and when they are tokenized."""
     config, table = checked.config, checked.table
     per_step = 0 if follows_ranks(config, world) else table.row(1).asked.tokens_per_step
     order = order_in_words(config.data.shuffle_window, table.unit_len, per_step)
@@ -214,13 +219,13 @@ def _mixture(checked: CheckedRun) -> str:
 
 
 def stages_in_words(table: StageTable) -> str:
-    """Return the shape of a step in each stage, and the step from which it is so; "" where there is one stage."""
+    """Return the shape of a step (sequences × tokens) and the first step of each stage; "" for a single stage."""
     shapes = [f"{row.asked.sequences:,} × {row.asked.seq_len:,} from step {row.from_step + 1:,}" for row in table.rows]
     return ", ".join(shapes) if len(shapes) > 1 else ""
 
 
 def _model(checked: CheckedRun, foreseen: "Foreseen") -> str:
-    """Return the architecture, its size and its parameters."""
+    """Return in words the architecture, its flavor and changed keys, and the number of its parameters."""
     model, n, active = checked.config.model, foreseen.n_elements, foreseen.n_active
     over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
     other = f" with {', '.join(over)}" if over else ""

@@ -32,11 +32,11 @@ COMMAND = Command(
         "--steps K": f"steps before the stop, and again after the resume; default: {_STEPS}",
     },
 )
-_UNSEEDED = re.compile(r"rng/rank\d+/(python|numpy) ")  # begins at random in every process
+_UNSEEDED = re.compile(r"rng/rank\d+/(python|numpy) ")  # generators that each process seeds at random
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train, stop, resume, and compare."""
+    """Train one run without interruption and one that stops and resumes, and compare the two."""
     given = COMMAND.read(argv)
     processes = given.world or 1
     checked = checked_run(given.flags, processes)
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, processes: int) -> None:
-    """Start a run, or go on with it, as a person does."""
+    """Train the run `name` in `folder` to step `last`, from its newest checkpoint if it has one."""
     own = {
         "job.dump_folder": folder,
         "job.name": name,
@@ -76,7 +76,7 @@ def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, process
     over = [f"--{key}={value}" for key, value in own.items()]
     try:
         code = run_again("titanlite.train", [*flags, *over], processes)
-    except KeyboardInterrupt:  # what fails stays to be looked at
+    except KeyboardInterrupt:  # the runs are kept after a failure, not after an interruption
         shutil.rmtree(folder, ignore_errors=True)
         raise
     if code:
@@ -97,7 +97,7 @@ def _require_equal(whole: RunFolder, stopped: RunFolder, last: int) -> None:
     )
     fix = "training.deterministic = true; if it is set, the model has state or randomness that is not in its checkpoint"
     problems: list[Problem] = []
-    lacking = (math.nan, math.nan)  # of a step without a row; None is a number that is not finite: no loss equals it
+    lacking = (math.nan, math.nan)  # for a step that was not logged. In a logged step, None is a number not finite.
     for step in range(1, last + 1):
         (loss, norm), own = (rows.get(step, lacking) for rows in (of_whole, of_stopped))
         if (loss, norm) != own or own[0] is None or own is lacking:

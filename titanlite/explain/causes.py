@@ -1,7 +1,8 @@
-"""Name what a step loses most time to, and the config key that did it or would change it on the run's device.
+"""Find the largest losses of time in a step, and for each a fix, with the config key that causes or would reduce it.
 
-Lost is what is not the device's own work: exposed communication, waits, the host. Of a host's work the part that every
-rank has counts here; the others wait for what one rank has beyond them, so that counts once, as that rank's.
+Time is lost while the device does no work of its own: in exposed communication, in waits for other ranks, and while the
+host works. Of the host's work only the amount that every rank has is a loss of the host. If one rank has more, the
+other ranks wait for it, so the excess counts once, as a wait for that rank.
 """
 
 import statistics
@@ -24,7 +25,7 @@ from titanlite.observe.step_profile import (
 )
 
 NOTABLE = 0.05
-"""The least share of a step that makes a loss its cause."""
+"""The least share of a step that a loss must take to be reported as the first cause."""
 
 _MOST = 0.6
 """Share of all waits that one rank must cause to be called the straggler: of two ranks one always causes half."""
@@ -34,10 +35,10 @@ _SHARD, _TP = f"{COMMUNICATION} dp_shard", f"{COMMUNICATION} tp"
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that takes time of a step."""
+    """A loss of time in a step, with its reason and a fix."""
 
     name: str  # a category, or "rank N comes last"
-    us: float  # of a step that would be saved without it, at most
+    us: float  # µs of a step that would be saved without the loss, at most
     because: str
     fix: str  # beginning with the config key if there is one
 
@@ -48,7 +49,7 @@ def longest_loss(run: ProfiledSteps) -> Cause | None:
 
 
 def first_cause(run: ProfiledSteps) -> Cause | None:
-    """Return the longest loss; None if it is not notable."""
+    """Return the longest loss, or None if it takes less than `NOTABLE` of a step."""
     longest = longest_loss(run)
     return longest if longest is not None and longest.us >= NOTABLE * run.wall_us else None
 
@@ -64,7 +65,7 @@ def _losses(run: ProfiledSteps) -> Iterator[Cause]:
 
 
 def _wait(run: ProfiledSteps, last: int, caused: float) -> Cause:
-    """Return the waits as the fault of the rank that comes last most, or of none if they take turns."""
+    """Return the waits as a loss, blamed on rank `last` if it causes most of them. `caused`: µs that it causes."""
     by_rank = run.parts_by_rank
     waited = {rank: parts.get(STRAGGLER_WAIT, 0.0) for rank, parts in by_rank.items()}
     share = caused / sum(run.waits.caused_us.values())
@@ -99,7 +100,7 @@ def _seen(category: str, run: ProfiledSteps) -> str:
 
 
 def advice(category: str, run: ProfiledSteps) -> str:
-    """Return what changes a loss in this run, beginning with the config key if there is one."""
+    """Return a fix for a loss of a category in this run. The fix begins with the config key, if there is one."""
     asked, on_gpus = run.config.get, run.profiles[0].device == "cuda"
     is_bf16 = asked("training.mixed_precision_param", "bfloat16") == "bfloat16"
     is_async = asked("parallelism.async_tensor_parallel", False)

@@ -1,9 +1,9 @@
-"""Divide the wall time of each step among what it was spent on, exactly: each instant belongs to one category.
+"""Divide the wall time of each step among categories of work, exactly: each instant belongs to one category.
 
-Where intervals overlap, the device's work has the time before communication, which is then hidden, and communication
-before the host's work; the rest is the host's, as it prepares work while the device has none. Of communication the part
-until the last rank has come is a wait. So the parts of a step sum to its wall time, and hidden communication is told
-beside them. Work between steps, as a validation, comes before all. On a CPU, which is host and device in one, the
+Where intervals overlap, the time belongs to work between steps (as a validation), else to the device's work, else to
+communication, else to the host's work. The remaining time is the host's too: it prepares work for an idle device.
+Communication before the last rank has come is a wait. So the parts of a step sum to its wall time. Communication that
+overlaps the device's work is called hidden, and reported beside the sum. On a CPU, which is host and device in one, the
 host's work comes first.
 """
 
@@ -34,17 +34,17 @@ CATEGORIES = (*DEVICE_WORK, *EXPOSED, STRAGGLER_WAIT, RECOMPILATION, DATA_WAIT, 
 
 @dataclass(frozen=True)
 class Division:
-    """One step of one rank."""
+    """The time of one step of one rank, divided among categories."""
 
     rank: int
     step: int
     wall_us: float
     parts: Mapping[str, float]  # µs by category; they sum to `wall_us`
-    hidden: Mapping[str, float]  # µs of communication behind the device's work, by category; not in the sum
+    hidden: Mapping[str, float]  # µs of communication beside the device's work, by category; not in the sum
 
 
 def divide(profile: RankProfile, waits: Waits) -> list[Division]:
-    """Divide each step of a rank."""
+    """Divide the wall time of each profiled step of a rank among categories."""
     edges = np.array([profile.steps[0].start_us, *(step.end_us for step in profile.steps)])
     found = exclusive(profile, waits, edges)
     divisions = []
@@ -63,19 +63,19 @@ def divide(profile: RankProfile, waits: Waits) -> list[Division]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The window of a rank, cut wherever anything begins or ends: n segments."""
+    """The profiled time of a rank, cut into n segments wherever a step or an interval begins or ends."""
 
     start: NDArray[np.float64]  # [n] µs
     length: NDArray[np.float64]  # [n] µs
     step: NDArray[np.int64]  # [n] index of the step
-    owner: NDArray[np.int64]  # [n] index in `order` of the category that has the segment
-    order: Sequence[str]  # categories, the most important first; the last has the rest
-    covered: Mapping[str, NDArray[np.bool_]]  # [n] by category, whether it is there, hidden or not
+    owner: NDArray[np.int64]  # [n] index in `order` of the category that the segment belongs to
+    order: Sequence[str]  # categories by falling priority; the last takes the time without an interval
+    covered: Mapping[str, NDArray[np.bool_]]  # by category, [n] whether its intervals cover the segment, hidden or not
     is_device: NDArray[np.bool_]  # [n] whether the device computes
 
 
 def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) -> Segments:
-    """Cut the window of a rank into segments and give each to one category; `edges` are the steps', [steps + 1] µs."""
+    """Cut the time of a rank into segments, each of one category. `edges`: the boundaries of steps, [steps + 1] µs."""
     communication = (STRAGGLER_WAIT, *EXPOSED)
     order = (*ASIDE, *DEVICE_WORK, *communication, RECOMPILATION, DATA_WAIT)
     if profile.device == "cpu":
@@ -94,13 +94,13 @@ def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) ->
 
 
 def _covers(intervals: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return whether each segment is within an interval; these do not overlap."""
+    """Return whether each segment, by its start, is within one of the sorted intervals, which do not overlap."""
     place = np.searchsorted(intervals[:, 0], start, side="right") - 1
     return (place >= 0) & (start < intervals[np.maximum(place, 0), 1])
 
 
 def mean_parts(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean µs of each category that a division has."""
+    """Return the mean µs of each category over several divisions, without categories that none of them has."""
     return {
         name: sum(parts.get(name, 0.0) for parts in of) / len(of)
         for name in CATEGORIES

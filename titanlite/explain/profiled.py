@@ -1,4 +1,4 @@
-"""A run with its profile, divided: what the table, the first loss of time and the picture are made from."""
+"""Read the profile of a run and divide its steps, for the tables, the first cause of lost time and the picture."""
 
 import shlex
 import statistics
@@ -23,7 +23,7 @@ class ProfiledSteps:
 
     name: str
     config: Mapping[str, Any]  # dotted key → value
-    profiles: Sequence[RankProfile]  # by rank
+    profiles: Sequence[RankProfile]  # in order of rank
     waits: Waits
     divisions: Sequence[Division]  # of each step of each rank
     unprofiled_us: float | None = None  # median wall time of steps that were not recorded; None if the run logged none
@@ -51,18 +51,18 @@ class ProfiledSteps:
 
     @property
     def graphs(self) -> int:
-        """Return how many graphs the rank with most compiled in the window."""
+        """Return how many graphs torch.compile made in the profiled steps, on the rank with most."""
         return max(profile.graphs for profile in self.profiles)
 
     @property
     def median_step(self) -> int:
-        """Return the step whose wall time is the median: the one to draw."""
+        """Return the step with the median wall time, which is drawn by default."""
         walls = {step: statistics.fmean(d.wall_us for d in self.divisions if d.step == step) for step in self.steps}
         return sorted(walls, key=lambda step: walls[step])[(len(walls) - 1) // 2]
 
 
 def read_profiled(folder: Path) -> ProfiledSteps:
-    """Read a run's profile and config, and divide its steps; refuse a folder without them."""
+    """Read a run's profile and config, and divide its steps; refuse a folder without a profile."""
     require_runs("titanlite explain", [folder], "profile/rank0.json", _profiling_command)
     profiles, config = read_profiles(folder), recorded_config(folder)
     waits = find_waits(profiles)
@@ -72,7 +72,7 @@ def read_profiled(folder: Path) -> ProfiledSteps:
 
 
 def _profiling_command(folder: Path) -> str:
-    """Return the command that trains a run's config anew, under another name, with a profile; "" for no run."""
+    """Return the command that trains a run again with a profile, under another name; "" if the folder is no run."""
     if not (folder / "config.toml").is_file():
         return ""
     name, processes = f"{folder.resolve().name}-profiled", processes_of(recorded_receipt(folder))
@@ -81,7 +81,7 @@ def _profiling_command(folder: Path) -> str:
 
 
 def _unprofiled_us(metrics: Path, profile: RankProfile) -> float | None:
-    """Return the median time of other steps, except the first two, which compile, and those next to the window."""
+    """Return the median µs of steps that were not profiled, without steps 1 and 2 and neighbours of profiled ones."""
     rows = read_metrics(metrics) if metrics.is_file() else []
     near = range(profile.steps[0].step - 1, profile.steps[-1].step + 2)
     seconds = [row["seconds"] for row in rows if row.get("seconds") and row["step"] > 2 and row["step"] not in near]

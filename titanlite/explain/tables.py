@@ -1,4 +1,4 @@
-"""Write what a profile says as text: the time by rank, its first loss, the memory."""
+"""Format a profile as text: the table of time, the first cause of lost time, and the table of memory."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from titanlite.observe.step_profile import COMMUNICATION
 from titanlite.text_table import columns
 
 _MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
-_FORECAST = {  # categories of the prediction, as they are measured
+_FORECAST = {  # for categories of the forecast, the measured category that includes them
     "gathered weights": GATHERED,
     "communication": GATHERED,
     "logits": ACTIVATIONS,
@@ -20,7 +20,7 @@ _FORECAST = {  # categories of the prediction, as they are measured
 
 
 def run_text(run: ProfiledSteps) -> str:
-    """Return the table of a run's time by rank, its first cause, and the table of its memory."""
+    """Return the table of a run's time by rank, the first cause of lost time, and the table of memory."""
     time, cause = [_time_table(run), *_beside_the_sum(run)], _first_cause(run)
     lines = [*_headline(run), "", *time, "", *cause, "", memory_table(run)]
     return "\n".join(lines).rstrip() + "\n"
@@ -35,7 +35,7 @@ def memory_table(run: ProfiledSteps) -> str:
     measured, forecast = memory.categories, Counter[str]()
     for name, size in profile.forecast.items():
         forecast[_FORECAST.get(name, name)] += size
-    if profile.device == "cpu":  # which has no caching allocator
+    if profile.device == "cpu":  # a CPU has no caching allocator
         del forecast[FRAGMENTS]
     names = [name for name in _MEMORY if name in measured or forecast[name]]
     rows = [(name, _mib(measured.get(name, 0)), _mib(forecast[name]) if forecast[name] else "-") for name in names]

@@ -1,4 +1,4 @@
-"""Draw one step of all ranks: what each spent its time on, and under it its collectives, hidden ones too."""
+"""Draw one step of all ranks: for each rank a bar of its time by category, and a lower bar of all its collectives."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from titanlite.explain.divide import CATEGORIES, EXPOSED, Segments, exclusive
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.metrics import RunError
 
-# A colour of each category, in their order: the device's work, exposed communication, waits, the host, between steps.
+# A colour for each category, in order: the device's work, exposed communication, waits, the host, work between steps.
 _COLOURS = dict(
     zip(
         CATEGORIES,
@@ -22,11 +22,11 @@ _COLOURS = dict(
         strict=True,
     )
 )
-_PIXELS = 2000  # of the picture's width: what is shorter than one is drawn with its neighbours
+_PIXELS = 2000  # of the picture's width; segments less than a pixel apart are drawn as one
 
 
 def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
-    """Draw a profiled step into a picture of the kind that its ending says; refuse a step that was not profiled."""
+    """Draw a profiled step into `path`, whose ending gives the file format; refuse a step that was not profiled."""
     if step not in run.steps:
         want = f"a profiled step, {run.steps[0]} to {run.steps[-1]}"
         raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {run.steps[0]}")
@@ -35,7 +35,7 @@ def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
 
 
 def timeline_figure(run: ProfiledSteps, index: int) -> Any:
-    """Return the picture of the window's step with that index as matplotlib's figure."""
+    """Return the picture of the step at `index` of the profiled steps, as a matplotlib figure."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -68,7 +68,7 @@ def timeline_figure(run: ProfiledSteps, index: int) -> Any:
 
 
 def _runs(segments: Segments, chosen: Any, resolution: float) -> list[tuple[float, float]]:
-    """Return (start, length) of the chosen segments, joined where they are less than a pixel apart."""
+    """Return (start, length) of the chosen segments, joined if less than a pixel apart (`resolution`: µs per pixel)."""
     joined: list[tuple[float, float]] = []
     for start, length in zip(segments.start[chosen], segments.length[chosen], strict=True):
         if joined and start - sum(joined[-1]) < min(resolution, length):

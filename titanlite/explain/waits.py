@@ -1,8 +1,8 @@
-"""Find who waited for whom: each collective is matched over its ranks, by its place in their order.
+"""Find which ranks waited for which: the n-th collective of a rank is matched with the n-th of the others in its group.
 
-A collective ends everywhere when its last rank has come and the data has moved. So the rank that came last was in it
-for the shortest time, and any other waited, at the beginning, for as long as it was in it longer. Only durations are
-compared: clocks of hosts need not agree.
+A collective ends on all ranks when the last rank has entered it and the data has moved. So the rank that entered last
+has the shortest duration. Another rank waited at the beginning, for as long as its own duration exceeds the shortest.
+Only durations are compared, so the clocks of hosts need not agree.
 """
 
 from collections import defaultdict
@@ -14,22 +14,22 @@ from titanlite.observe.step_profile import BY_COPY_ENGINES, Interval, RankProfil
 
 @dataclass
 class Waits:
-    """Waits of all ranks in the window."""
+    """The times at which ranks waited for other ranks in the collectives of the profiled steps."""
 
-    spans: dict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))  # by rank, in which it waited
-    # By the rank that came last: how long the others of its group waited, on average.
+    spans: dict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))  # by rank, when it waited
+    # By the rank that entered a collective last: µs that the others of its group waited, as the mean over them.
     caused_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    # Axes whose ranks were not in equally many collectives, so that their waits are not known.
+    # Axes whose waits are not known, because their ranks were not in equally many collectives.
     unmatched: list[str] = field(default_factory=list)
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """Return the rank for which the others waited longest, and how long; None if nobody waited."""
+        """Return the rank for which the others waited longest, and how long in µs; None if no rank waited."""
         return max(self.caused_us.items(), key=lambda item: item[1], default=None)
 
 
 def find_waits(profiles: Sequence[RankProfile]) -> Waits:
-    """Match the collectives of all ranks."""
+    """Match the collectives of all ranks, and return which rank waited when, and for which."""
     waits = Waits()
     by_rank = {profile.rank: profile for profile in profiles}
     for axis in sorted({axis for profile in profiles for axis in profile.collectives}):
