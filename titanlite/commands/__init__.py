@@ -65,7 +65,7 @@ def _run_command(name: str, *rest: str) -> int:
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)
             fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
-            fix = f"titanlite {_COMPLETION} bash" if name == "completion" else fix  # a flag prints it
+            fix = f"titanlite {_COMPLETION} bash" if name == "completion" else fix  # no command, but a flag
             raise ConfigError.of("command line", name, "", f"one of {', '.join(COMMANDS)}", fix)
         return importlib.import_module(f"{__name__}.{module_of(name)}").run(list(rest))
     finally:
@@ -77,8 +77,8 @@ def _run_command(name: str, *rest: str) -> int:
 def _signals_as_interrupts() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that a command removes its unfinished files as on Ctrl-C.
 
-    Only the first signal counts, since launchers send several. A rank (`RANK` is set) is not changed and ends at once:
-    ranks that clean up may wait for each other.
+    Only the first signal counts, since launchers send several. A rank (`RANK` is set) still ends at once, because ranks
+    that clean up could wait for each other.
     """
 
     def interrupt(number: int, _: object) -> None:

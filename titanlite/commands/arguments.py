@@ -64,7 +64,7 @@ class Command:
 
     Attributes:
         about: the description of the command on its help page.
-        rows: help text by flag, with a value if it takes one, as "--world N"; without a config, also by word.
+        rows: help text by flag, as "--world N" if the flag takes a value; of a command without a config, also by word.
         takes: the words in the usage, before the flags.
     """
 
@@ -121,7 +121,7 @@ class Command:
         return words, {name: values[-1] for name, values in given.items()}
 
     def read_word(self, argv: Sequence[str], want: str, example: str) -> tuple[str, dict[str, str]]:
-        """Parse one word and flags, as `read_words` does. An error shows `want`, and `example` as a possible word."""
+        """Parse a command line of one word and flags. An error shows `want`, and `example` as a possible word."""
         words, given = self.read_words(argv)
         if len(words) != 1:
             fix = f"titanlite {self.name} {example}"
@@ -144,7 +144,7 @@ class Command:
 
     @property
     def _own(self) -> dict[str, str]:
-        """Return the usage of each flag of this command by its name, as "--world N" by "--world"."""
+        """Return a mapping from each flag of this command to its usage, as "--world" to "--world N"."""
         file = ["--config FILE"] * (self.takes == TAKES_CONFIG)
         return {row.partition(" ")[0]: row for row in (*file, *self.rows) if row.startswith("-")}
 
@@ -158,7 +158,7 @@ class Command:
         return [f"titanlite {self.name}", *filter(None, (self.takes,)), *own]
 
     def _folded_usage(self) -> str:
-        """Return the usage for after "usage: ", folded between flags into lines of at most 120 columns."""
+        """Return the usage that follows "usage: ", folded between flags into lines of at most 120 columns."""
         space, indent = "\N{NO-BREAK SPACE}", " " * len("usage: ")
         text = " ".join(part.replace(" ", space) for part in self._usage_parts)
         lines = textwrap.wrap(text, 120 - len(indent), break_on_hyphens=False, break_long_words=False)
@@ -179,7 +179,7 @@ class Command:
             name, has_value, value = word.partition("=")
             takes_value = " " in flags.get(name, "")
             if name not in flags or (has_value and not takes_value):
-                # A name with a dot is a key of the config, and only resembles flags with a dot.
+                # A name with a dot is a key of the config: compare it only with flags that have a dot.
                 near = nearest(name.lstrip("-"), [flag.lstrip("-") for flag in flags if ("." in flag) == ("." in name)])
                 if word.startswith("-") and near:
                     raise ConfigError.of("command line", name, value, self._want, f"did you mean --{near}?")

@@ -119,7 +119,7 @@ def _draw_experts(records: Sequence[RunRecord], out: Path) -> Path | None:
 
 
 def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
-    """Return the nudged runs of the first run. If `is_asked` (--floor), train missing ones while a verdict is open."""
+    """Return the runs of the first config with nudged weights. `is_asked`: train missing ones that a verdict needs."""
     first, nudged = records[0], list[RunRecord]()
     for seed in range(1, FLOORS + 1):
         floor = floor_of(first.path, seed)
@@ -137,7 +137,7 @@ def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
 
 
 def _floor(floor: Path, first: RunRecord) -> tuple[list[RunRecord], str]:
-    """Return the nudged run in folder `floor` as a list of one, or an empty list and the reason why it is no use."""
+    """Return the nudged run in folder `floor` as a list of one; else an empty list and why the run cannot be used."""
     if not all(os.path.isfile(floor / name) for name in ("metrics.jsonl", "config.toml")):
         return [], "nothing was logged there"
     found = read_runs([floor])
@@ -149,7 +149,7 @@ def _floor(floor: Path, first: RunRecord) -> tuple[list[RunRecord], str]:
 
 
 def _seeds(first: RunRecord, paths: str) -> list[RunRecord]:
-    """Read the runs at `paths`, separated by commas; refuse runs that differ in more than their seed or end earlier."""
+    """Read the runs at `paths`, separated by commas. Refuse a run that is shorter, or differs in more than its seed."""
     found = read_runs([Path(path) for path in paths.split(",")])
     want, fix = "runs of the first's config with another training.seed each", "train it with --training.seed 1 and 2"
     problems = [Problem(run.name, why, want, fix) for run in found if (why := _unfit(run, first, "training.seed"))]
@@ -161,7 +161,7 @@ def _seeds(first: RunRecord, paths: str) -> list[RunRecord]:
 
 
 def _unfit(run: RunRecord, first: RunRecord, key: str) -> str:
-    """Return why `run` is no rerun of `first`, or "": a config key other than `key` differs, or it ends earlier."""
+    """Return why `run` is not comparable with `first`, or "". Only the config key `key` may differ, and must."""
     keys = [name for name, _ in config_differences([first, run]) if name.startswith(_OF_TRAINING)]
     if keys != [key]:
         return f"{', '.join(name for name in keys if name != key) or 'nothing'} differs from {first.path}"
@@ -170,7 +170,7 @@ def _unfit(run: RunRecord, first: RunRecord, key: str) -> str:
 
 
 def _said(records: Sequence[RunRecord], record: RunRecord, verdict: Verdict | None) -> str:
-    """Return the verdict on `record` as a line, and if it differs a line with the tokens it needs for equal loss."""
+    """Return a line with the verdict on `record`, and another with the tokens for equal loss if the loss differs."""
     who = f"{record.name}: "
     if verdict is None:
         return f"{who}no step in common with {records[0].name}\n"

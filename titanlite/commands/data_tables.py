@@ -56,7 +56,7 @@ def run_tables(run: RunSamples, config: Config) -> str:
 
 
 def _packing_counts(source: OpenSource) -> PackingCounts | None:
-    """Return the counts of a source's documents. None if its shards have the number, or no separator is known."""
+    """Count a source's documents. Return None if its metadata has their number, or if no separator is known."""
     if isinstance(source.samples, PackedSamples):
         return source.samples.counts
     shards = source.shards

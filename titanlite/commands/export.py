@@ -70,7 +70,7 @@ def _print_line(line: str) -> None:
 def asked_step(command: str, root: Path, asked: str | None) -> int:
     """Return the step `asked` as a number, or the newest of the checkpoints in `root` if `asked` is None.
 
-    Raises a CheckpointError of `command` if `root` has no such checkpoint.
+    Raises a CheckpointError that begins with `command` if `root` has no such checkpoint.
     """
     steps = publish.complete_steps(root)
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None

@@ -1,6 +1,6 @@
 """Predict the memory and speed of a run, and format the prediction for `titanlite plan --world N`.
 
-The predictions come from `titanlite/forecast/memory.py` and `step_time.py`. A note replaces what these cannot predict.
+The models are `titanlite/forecast/memory.py` and `step_time.py`. Where these cannot predict, a note gives the reason.
 """
 
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ def forecast(
 
 
 def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:
-    """Return a note on the attention that is timed if documents are masked. `width`: of a head, in elements."""
+    """Return a note on how attention within documents is predicted. `width`: elements of an attention head."""
     if attended is None:
         unknown = "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal"
         return f"{unknown} attention, and a run, which ends it with each document, takes less"
@@ -205,7 +205,7 @@ def _gib_and_name(predicted: Forecast, device_gib: float | None) -> tuple[float,
 def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | None) -> None:
     """Refuse a run whose predicted peak exceeds the device's memory. The error lists changes that would make it fit.
 
-    `device_gib`: the device's memory; None: that of the device in the forecast, and an unknown peak is not refused.
+    `device_gib`: the device's memory; None: the memory of the forecast's device, and an unknown peak is accepted.
     """
     if predicted.memory is None or predicted.save_list is None:
         if device_gib is None:

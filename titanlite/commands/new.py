@@ -43,7 +43,7 @@ COMMAND = Command(
 
 
 def run(argv: list[str]) -> int:
-    """Write a config by the flags in `argv`. In a terminal, ask for the choices that no flag makes."""
+    """Write the config that the flags in `argv` describe. In a terminal, ask for choices that no flag makes."""
     files, given = COMMAND.read_words(argv)
     if len(files) > 1 or (files and not files[0].endswith(".toml")):
         fix = "titanlite new mine.toml"
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     check_wishes(model, data, tokenizer or "bytes", is_named)
     if named or model:
         file_to_write(named, model or "")
-    # Importing torch takes seconds, so mistakes in flags are reported before.
+    # Importing torch takes seconds, so mistakes in flags are reported before the imports below.
     with at_work("loading torch, and looking at the GPUs"):
         from titanlite.commands.new_choices import TOKENS_A_PARAMETER, UnfitError, choose_run, default_model
         from titanlite.commands.new_file import config_text, outlook_in_words, start_command
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
             with at_work(_COMPARING):
                 choices = choose_run(file.stem, wishes, machine)
             break
-        except UnfitError as error:  # by the size of the tokenizer's vocabulary; other answers are kept
+        except UnfitError as error:  # too large with the tokenizer's vocabulary; other answers are kept
             if not is_terminal or _MODEL in given:
                 raise
             sys.stderr.write(f"{error}\n")
@@ -113,7 +113,7 @@ def _is_terminal() -> bool:
 
 
 def _refuse_to_guess(given: dict[str, str]) -> None:
-    """Refuse a command line without --model or --data, for use where no terminal is there to ask for them."""
+    """Refuse a command line without --model or --data: there is no terminal to ask the user for them."""
     choices = (_MODEL, "a model", "llama3-8B"), (_DATA, "a source", "python_stdlib")
     why = "there is no terminal to ask for it"
     if missing := [Problem(at, "", f"{what}: {why}", f"{at} {as_}") for at, what, as_ in choices if at not in given]:
@@ -152,5 +152,5 @@ def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> 
     except BaseException:
         file.unlink()
         raise
-    for text in () if lacks_tokenizer else checked.warnings:  # about the vocabulary of `bytes`
+    for text in () if lacks_tokenizer else checked.warnings:  # they concern the vocabulary of `bytes`
         sys.stderr.write(f"warning: {text}\n")

@@ -176,14 +176,14 @@ def _with(config: Config, **sections: Mapping[str, object]) -> Config:
 
 
 def _attended(config: Config, dims: ModelDims) -> AttendedShare | None:
-    """Return the lengths of documents if documents are masked and the data is prepared, as for `titanlite plan`."""
+    """Return the lengths of documents in the data. None if documents are not masked, or the data is not prepared."""
     if not config.data.document_mask:
         return None
     return attended_share(config, stage_table(config, None), check_inputs(config, dims.vocab_size, 1).shards)
 
 
 def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wishes) -> UnfitError:
-    """Return the error for a model that does not fit the machine. Its fix names a number of GPUs that would do."""
+    """Return the error for a model that does not fit the machine, with the number of GPUs on which it would fit."""
     least = min(candidates, key=lambda candidate: candidate.on_device, default=None)
     if least is None:
         want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
@@ -208,7 +208,7 @@ def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) 
 
 
 def _with_length(config: Config, tokens: int, lr: float) -> Config:
-    """Return the config with its learning rate, steps for `tokens`, warmup, and validation if the source has it."""
+    """Set the learning rate, the steps that train on `tokens`, the warmup, and validation on the shipped source."""
     training = config.training
     steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
     warmup = {"warmup_steps": min(2000, max(1, steps // 50))}

@@ -194,7 +194,7 @@ def _of_float8(choices: Choices) -> str:
 
 
 def _others(choices: Choices, attribute: str, alike: Sequence[str] = (), name: str = "{}") -> str:
-    """Return for other values of `attribute` how much slower they are, the least slow first, or that they do not fit.
+    """Return in words how much slower other values of `attribute` are, the least slow first, or that they do not fit.
 
     Only candidates that equal the chosen one in the attributes `alike` are compared. `name`: format of a value.
     """

@@ -84,7 +84,7 @@ def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhe
 
 
 def file_to_write(named: str | None, model: str) -> Path:
-    """Return the path of the config: `named`, or by default the model's name. Refuse it if it cannot be a new file."""
+    """Return the path `named`, or one with the model's name. Refuse a file that exists or cannot be written."""
     if named is None:
         wished = wished_model(model)
         named = f"{wished.name}-{wished.flavor.lower()}.toml"

@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         require_place("--json", Path(given["--json"]))
     checked = checked_run(arguments.flags, world)
     with at_work(_AT_WORK):
-        # These import torch, which takes seconds, so a help page or a mistake in a flag is printed before.
+        # These import torch, which takes seconds. Help pages and mistakes in flags do not wait for it.
         from titanlite.commands.forecast import check_device
         from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
         from titanlite.commands.planned_run import plan_run

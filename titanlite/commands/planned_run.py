@@ -40,10 +40,10 @@ class PlannedRun:
         tokens: tokens of a step; of one data-parallel rank, if the number of processes is not known.
         sharding: placements by tensor parallelism, or None without it.
         collectives: number of calls of each collective in a step.
-        pairs: number of calls of each collective with a matmul in a step; the key has whether both are one kernel.
+        pairs: number of calls of each pair of a collective and a matmul in a step.
         predicted: None if the number of processes is not known.
         notes: collectives that `collectives` leaves out; a line each.
-        is_complete: whether `collectives` has every collective that all steps call.
+        is_complete: whether `collectives` has every collective that is part of all steps.
     """
 
     memory: MemoryModel
@@ -151,9 +151,9 @@ _OPERATORS = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduc
 
 
 def _is_repeated(each: Recorded | CollectiveMatmul, operator: str, again: Collection[tuple[str, str]]) -> bool:
-    """Return whether compiled code calls a recorded collective: if it is a recomputation, only if `again` has it.
+    """Return whether compiled code calls a recorded collective. A recomputed one is called only if it is in `again`.
 
-    `operator`: that calls the collective, or "". `again`: (operator, layer) of what backward computes again.
+    `operator`: operator that contains the collective, or "". `again`: (operator, layer) that backward recomputes.
     """
     if each.direction != "recomputation":
         return True

@@ -26,7 +26,7 @@ COMMAND = Command("prepare", __doc__ or "", {})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Tokenize the sources of training and, if validation is enabled, its sources; print a summary of each."""
+    """Tokenize the sources of training, and of validation if it is enabled. Print a summary of each source."""
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
             packing = _packing(shards, counts, config.data.packing)
             if window := config.data.shuffle_window:
                 packing = f"\n  order        {order_in_words(window, unit_len, 0)}{packing}"
-            if key not in checked.inputs.tokens:  # else `checked.warnings` has it
+            if key not in checked.inputs.tokens:  # else `checked.warnings` has the warning
                 units[next(name for name, (own, _) in source_keys(config).items() if own == key)] = n
             if not config.data.mixture:
                 epochs = epochs_of(checked, n, None)

@@ -26,7 +26,7 @@ class Totals:
     """The costs of all blocks under a save-list, on one rank and in one micro-step."""
 
     held: int  # bytes kept for backward, the blocks' inputs included
-    flops: int  # of recomputation
+    flops: int  # FLOPs of recomputation
     moved: int  # bytes that recomputation reads and writes
 
 

@@ -89,7 +89,7 @@ def _rules_of(file: str) -> Mapping[str, OwnRule]:
 
 
 def _of_folder(argv: Sequence[str], folder: str) -> str:
-    """Return the text of a recipe file for the model in `folder`. Refuse any `argv` but the kind model."""
+    """Return the text of a recipe file for the model in `folder`. Refuse a kind in `argv` other than model."""
     problems = Problems(Origin("command line"))
     if argv != ["model"]:
         want, fix = "the kind whose recipes are dimensions: model", f"titanlite recipes model {_FROM} {folder}"

@@ -28,13 +28,13 @@ _APART = "experts: by FSDP alone"
 
 
 def _is_apart(planned: PlannedLayers, name: str) -> bool:
-    """Return whether tensor parallelism places a parameter in no layer, as experts, which only FSDP shards."""
+    """Return whether tensor parallelism has no placement for a parameter, as for experts, which only FSDP shards."""
     layers = [planned.layers.get(n.rpartition(".")[0]) for n in planned.names(name)]
     return not any(layer is not None and name.rpartition(".")[2] in layer.placements for layer in layers)
 
 
 def _most_alike(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three of `names` that contain `asked`, or else resemble it most, each from another kind of block."""
+    """Return up to three of `names` that contain `asked`, or else resemble it most. Equal blocks give one name."""
 
     def unlikeness(name: str) -> tuple[float, int]:
         end = ".".join(name.split(".")[-asked.count(".") - 1 :])  # as many parts as `asked` has
@@ -49,7 +49,7 @@ def _most_alike(asked: str, names: Collection[str]) -> list[str]:
 
 
 def _joined_rows(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
-    """Join rows that differ only in their layer's number: (name with the range of numbers, number of rows, an item)."""
+    """Join rows that differ only in their layer's number to (name with all numbers, number of rows, first item)."""
     groups: dict[object, list[tuple[str, T]]] = {}
     for name, content, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))

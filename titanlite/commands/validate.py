@@ -91,7 +91,7 @@ def _of_host_and_folder(
             check_state(at, state, config, checked.dims, sequences_per_step(config, world) if world else None)
             keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
             corpora = {name: shards[key].fingerprint for name, key in keys.items()}
-            tokenizer = "" if strict else checked.inputs.fingerprint  # if strict, `checked_run` has compared it
+            tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has compared it if strict
             warnings.append(other_text(at, state, corpora, tokenizer, strict))
         is_fresh = leaves_state(at, state, config.optimizer, foreseen.rules, own_rules)
         notices += [f"goes on from {at}: {taken_by_branch(is_fresh)}"] * (not is_own)
@@ -121,7 +121,7 @@ def summary(
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         unit_len = checked.table.unit_len
-        is_packed = config.data.packing == "best_fit"  # or will be, into at least this many samples
+        is_packed = config.data.packing == "best_fit"  # packed now or later, into at least this many samples
         n_samples = -(-n_tokens // unit_len) if is_packed else sample_count(config.data.source, n_tokens, unit_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(checked, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
@@ -153,7 +153,7 @@ def summary(
 
 
 def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
-    """Return in words the tokens of a step, in each stage, and of the run. `ranks`: data-parallel ranks, if known."""
+    """Return in words the tokens of a step (of each stage) and of the run. `ranks`: data-parallel ranks, if known."""
     config, table, batch = checked.config, checked.table, checked.config.training
     fewest = ", on the fewest ranks; pass --world N" * follows_ranks(config, world)
     if config.data.stage or (len(table.rows) > 1 and not fewest):

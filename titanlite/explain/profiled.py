@@ -81,7 +81,7 @@ def _profiling_command(folder: Path) -> str:
 
 
 def _unprofiled_us(metrics: Path, profile: RankProfile) -> float | None:
-    """Return the median µs of steps that were not profiled, without steps 1 and 2 and neighbours of profiled ones."""
+    """Return the median µs of unprofiled steps, except steps 1 and 2 (compilation) and neighbours of profiled ones."""
     rows = read_metrics(metrics) if metrics.is_file() else []
     near = range(profile.steps[0].step - 1, profile.steps[-1].step + 2)
     seconds = [row["seconds"] for row in rows if row.get("seconds") and row["step"] > 2 and row["step"] not in near]

@@ -10,7 +10,7 @@ from titanlite.observe.step_profile import COMMUNICATION
 from titanlite.text_table import columns
 
 _MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
-_FORECAST = {  # for categories of the forecast, the measured category that includes them
+_FORECAST = {  # category of the forecast → measured category that includes it
     "gathered weights": GATHERED,
     "communication": GATHERED,
     "logits": ACTIVATIONS,
@@ -27,7 +27,7 @@ def run_text(run: ProfiledSteps) -> str:
 
 
 def memory_table(run: ProfiledSteps) -> str:
-    """Return the memory at the peak of the rank that holds most, beside its forecast; "" if nothing is known."""
+    """Return a table of the peak memory of the rank with the highest peak, beside its forecast; "" if not known."""
     known = [(profile.memory, profile) for profile in run.profiles if profile.memory is not None]
     if not known:
         return ""

@@ -22,7 +22,7 @@ _COLOURS = dict(
         strict=True,
     )
 )
-_PIXELS = 2000  # of the picture's width; segments less than a pixel apart are drawn as one
+_PIXELS = 2000  # pixels across the picture; segments less than a pixel apart are drawn as one
 
 
 def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
