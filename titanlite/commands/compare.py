@@ -161,7 +161,7 @@ def _seeds(first: RunRecord, paths: str) -> list[RunRecord]:
 
 
 def _unfit(run: RunRecord, first: RunRecord, key: str) -> str:
-    """Return why `run` is not comparable with `first`, or "". Only the config key `key` may differ, and must."""
+    """Return why `run` is not comparable with `first`, or "". The config key `key`, and no other, must differ."""
     keys = [name for name, _ in config_differences([first, run]) if name.startswith(_OF_TRAINING)]
     if keys != [key]:
         return f"{', '.join(name for name in keys if name != key) or 'nothing'} differs from {first.path}"

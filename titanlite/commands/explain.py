@@ -1,4 +1,4 @@
-"""Explain where the time of a run's steps went on every rank, the largest loss of time, and the peak memory.
+"""Explain where the time of a run's steps went on every rank, the largest loss, and the peak memory.
 
 Reads the profile of a run that was trained with `--profiling.enable true`: the summaries of all ranks in
 its `profile/`. The parts of a step sum to its wall time. A picture of one step on all ranks is drawn into `profile/`.
