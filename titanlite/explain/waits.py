@@ -17,7 +17,7 @@ class Waits:
     """The times at which ranks waited for other ranks in the collectives of the profiled steps."""
 
     spans: dict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))  # by rank, when it waited
-    # By the rank that entered a collective last: µs that the others of its group waited on average, over all calls.
+    # By the rank that entered a collective last: µs that the others of its group waited on average, summed over calls.
     caused_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     # Axes whose waits are not known, because their ranks were not in equally many collectives.
     unmatched: list[str] = field(default_factory=list)
