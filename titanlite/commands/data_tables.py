@@ -56,7 +56,7 @@ def run_tables(run: RunSamples, config: Config) -> str:
 
 
 def _packing_counts(source: OpenSource) -> PackingCounts | None:
-    """Return the counts of a source's documents if it is packed, or if the metadata lacks them and they can be found."""
+    """Count a source's documents. None: it is not packed, and its metadata has their number or it has no separator."""
     if isinstance(source.samples, PackedSamples):
         return source.samples.counts
     shards = source.shards
