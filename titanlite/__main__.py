@@ -1,4 +1,4 @@
-"""The `titanlite` command where it is not on the path: `python -m titanlite COMMAND ...`."""
+"""The `titanlite` command for an environment where it is not on PATH: `python -m titanlite COMMAND ...`."""
 
 import sys
 

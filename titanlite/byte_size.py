@@ -4,6 +4,6 @@ _MIB, GIB = 2**20, 2**30
 
 
 def byte_size(n_bytes: float, beside: float = 0) -> str:
-    """Write a number of bytes in GiB, or in MiB if it is less than one; in the unit of a larger number `beside` it."""
+    """Return a number of bytes in GiB, or in MiB below 1 GiB. The larger of `n_bytes` and `beside` decides the unit."""
     unit, name = (GIB, "GiB") if max(n_bytes, beside) >= GIB else (_MIB, "MiB")
     return f"{n_bytes / unit:,.1f} {name}"

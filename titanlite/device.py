@@ -1,7 +1,7 @@
-"""The device that a run is built for: this process's own, or one that is only named, as for a forecast.
+"""The device that a run is built for: the device of this process or, as in a forecast, a named device.
 
-Lowerings, attention kernels, copy engines and symmetric memory are chosen by it, and not by tensors: a named device has
-fake ones of a CPU, with shapes and no memory.
+Lowerings, attention kernels, copy engines and symmetric memory are chosen by this object, and not by the device of
+tensors. On a named device, tensors are fake CPU tensors, which have shapes and no memory.
 """
 
 import platform
@@ -16,30 +16,30 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """A device that a run is built for."""
+    """The device that a run is built for, either real or only named. On a named device nothing is computed."""
 
-    of_tensors: torch.device  # of this process
-    name: str  # torch's, as "NVIDIA H100 80GB HBM3"; of a CPU the machine's architecture
-    capability: tuple[int, int] | None = None  # of a GPU
-    fake: FakeTensorMode | None = None  # makes the tensors of a device that is only named
-    host: int = 8  # GPUs of one host, of a device that is only named
+    of_tensors: torch.device  # device of tensors in this process
+    name: str  # of a GPU, e.g. "NVIDIA H100 80GB HBM3"; the architecture of a CPU
+    capability: tuple[int, int] | None = None  # compute capability of a GPU
+    fake: FakeTensorMode | None = None  # makes the tensors of a named device
+    host: int = 8  # GPUs per host, if this device is named
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it is a GPU, named or not."""
+        """Return whether the device is a GPU, real or named."""
         return self.capability is not None
 
     @property
     def is_named(self) -> bool:
-        """Return whether it is only named: nothing is computed, and there are no peers."""
+        """Return whether the device is only named: nothing is computed, and there are no other processes."""
         return self.fake is not None
 
     def tensors(self) -> AbstractContextManager[object]:
-        """Make new tensors here, within a context."""
+        """Return a context in which new tensors are fake if the device is named."""
         return self.fake or nullcontext()
 
     def obstacle_between(self, ranks: list[int]) -> str | None:
-        """Return why named GPUs of these ranks cannot share memory, or None; a host has successive ranks."""
+        """Return why the named GPUs of `ranks` cannot share memory, or None. Consecutive ranks are on one host."""
         if self.capability != (9, 0):
             return f"compute capability {'.'.join(map(str, self.capability or (0, 0)))}, not 9.0, on rank 0"
         return "ranks on several hosts" if len({rank // self.host for rank in ranks}) > 1 else None
@@ -47,14 +47,14 @@ class Device:
 
 @cache
 def device_of(process: torch.device) -> Device:
-    """Return the device of a process whose tensors are there."""
+    """Return the real device of this process. `process` is where torch makes its tensors."""
     if process.type != "cuda":
         return Device(process, platform.machine())
     return Device(process, torch.cuda.get_device_name(process), torch.cuda.get_device_capability(process))
 
 
 def named_device(gpu: str | None = None, host: int = 8) -> Device:
-    """Return a named device: a GPU, as "h100", with so many of them on a host, or a CPU."""
+    """Return a named device: a GPU such as "h100" with `host` GPUs on each host, or a CPU if `gpu` is None."""
     of_tensors, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
     if gpu is None:
         return Device(of_tensors, "CPU", fake=fake, host=host)
@@ -62,12 +62,12 @@ def named_device(gpu: str | None = None, host: int = 8) -> Device:
 
 
 CPU = device_of(torch.device("cpu"))
-"""A process without a GPU, on this machine."""
+"""The CPU of this machine, for a process without a GPU."""
 
 host_tensors = unset_fake_temporarily
-"""A context in which tensors have numbers on the host, as for tables that the host reads."""
+"""A context in which new tensors are real, even for a named device; for tables that the host reads."""
 
 
 def has_memory(x: Tensor) -> bool:
-    """Return whether a tensor has numbers, unlike a named device's."""
+    """Return whether a tensor has values, unlike the fake tensors of a named device."""
     return not isinstance(x, FakeTensor)

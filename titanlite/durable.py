@@ -1,7 +1,7 @@
-"""Write files whole in folders that outlive the process, keep earlier ones, and check folders beforehand.
+"""Write files atomically, name backups of earlier files, and check that folders are writable.
 
-After a crash a text file has its old content or its new one. Another user of the folder may put a link, a pipe or a
-device in a file's place: none is followed, written to or waited for.
+After a crash a text file has its old content or its new content. Another user of the folder may put a link, a pipe or a
+device in place of a file. Such a path is not followed, written to or waited for.
 """
 
 import errno
@@ -19,20 +19,20 @@ _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a sock
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Return the descriptor of a plain file; raise OSError if anything else is in its place."""
+    """Open a plain file and return its descriptor; raise OSError if the path is a link, folder, pipe or device."""
     require_plain(path)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def append_plain(path: Path) -> TextIO:
-    """Open or make a plain text file, line-buffered, to append to it; raise OSError as `open_plain`."""
+    """Open or create a plain text file, line-buffered, to append to it; raise OSError as `open_plain` does."""
     lines = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    # A text may have half a surrogate pair, which has no UTF-8.
+    # Half a surrogate pair in a text cannot be encoded in UTF-8.
     return open(lines, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
 def is_at(path: Path, file: int) -> bool:
-    """Return whether a path still leads to an open file; also if that is unknown, as a network's disk may fail."""
+    """Return whether `path` still leads to the open file with descriptor `file`; True if a disk error hides this."""
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -46,7 +46,7 @@ def is_at(path: Path, file: int) -> bool:
 
 
 def read_plain(path: Path) -> bytes:
-    """Read a plain file; raise OSError as `open_plain`."""
+    """Return the content of a plain file; raise OSError as `open_plain` does."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
@@ -54,14 +54,14 @@ def read_plain(path: Path) -> bytes:
 def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) -> None:
     """Write or replace a text file in a folder that exists, and wait until it is on disk, unless `on_disk` is false.
 
-    `by` names the writer, if others may write the same file at the same time.
+    `by` is part of the temporary file's name. It must differ between processes that may write the same file at once.
 
     Raises:
-        OSError: it cannot be written, or its temporary file is not a plain one.
+        OSError: the file cannot be written, or its temporary file exists and is not a plain file.
     """
     beside = path.with_name(f"{path.name}{by}.tmp")
     require_plain(beside)
-    beside.unlink(missing_ok=True)  # of a process that was killed
+    beside.unlink(missing_ok=True)  # left by a process that was killed
     with open(open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -71,7 +71,7 @@ def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) 
 
 
 def require_plain(path: Path) -> None:
-    """Raise OSError if anything but a plain file, or nothing, is at a path."""
+    """Raise OSError if a path exists and is not a plain file."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -84,23 +84,23 @@ def require_plain(path: Path) -> None:
 
 
 def earlier(*paths: Path) -> list[Path]:
-    """Return names for earlier versions of files, as `metrics.earlier-1.jsonl`, with the first number free for all."""
+    """Return unused names to back files up, such as `metrics.earlier-1.jsonl`, all with the same number."""
     numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
 
 
 def require_reachable(path: str | Path) -> None:
-    """Raise PermissionError if this user may not look at a path: it would seem not to exist."""
+    """Raise PermissionError if this user may not access a path, which would otherwise seem not to exist."""
     try:
         os.stat(path)
     except PermissionError:
         raise
-    except (OSError, ValueError):  # it does not exist, or is no path: the caller reports it
+    except (OSError, ValueError):  # the path does not exist or is malformed: the caller reports it
         return
 
 
 def disk_space_in(folder: Path) -> tuple[str, str]:
-    """Return (what is free on a folder's disk, as "3.1 GiB are free"; the fix, as "make room" or to free inodes)."""
+    """Return (the free space on a folder's disk, e.g. "3.1 GiB are free"; advice to get more, e.g. "make room")."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free, disk = byte_size(shutil.disk_usage(there).free), os.statvfs(there)
     if disk.f_files and not disk.f_favail:  # some file systems have no fixed number of inodes
@@ -109,7 +109,7 @@ def disk_space_in(folder: Path) -> tuple[str, str]:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise the OSError of making a file in a folder, or the folder itself, without making it.
+    """Raise the OSError that creating a file in a folder, or the folder itself, would raise; leave nothing behind.
 
     Raises:
         OSError: the path is no folder, a broken link, not writable, or on a read-only mount.
@@ -122,7 +122,7 @@ def require_writable(folder: Path) -> None:
         number = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
-    elif not os.statvfs(there).f_blocks:  # on no disk, as /proc, which refuses folders without any other sign
+    elif not os.statvfs(there).f_blocks:  # no disk, such as /proc, which refuses files without other signs
         try:
             os.rmdir(tempfile.mkdtemp(dir=there))
         except OSError as e:

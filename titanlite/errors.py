@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-_LONGEST, _MOST = 2_000, 100  # characters of a part, and problems of a source, that a message shows
+_LONGEST, _MOST = 2_000, 100  # characters per part, and problems per source, in a message
 
 
 class TitanliteError(Exception):
-    """Base of all errors raised on purpose; its arguments are messages of `describe`, one for each source."""
+    """Base of all errors raised on purpose. Each argument is a message from `describe` about one source."""
 
     @classmethod
     def of(cls, source: str, where: str, saw: str, want: str, fix: str) -> Self:
-        """Make the error of one problem of a source, whose four parts are those of `Problem`."""
+        """Make an error with one problem of `source`, such as a file; the other arguments are fields of `Problem`."""
         return cls(describe(source, [Problem(where, saw, want, fix)]))
 
     def __str__(self) -> str:
@@ -28,11 +28,11 @@ class ConfigError(TitanliteError):
 
 
 class RecipeError(ConfigError):
-    """A float8 recipe or a save-list is missing, malformed or not legal here."""
+    """A recipe, such as for float8 or a save-list, is missing, malformed, or cannot be used in this run."""
 
 
 class ShardingError(ConfigError):
-    """Annotations, degrees and model do not make a sharding plan."""
+    """The model cannot be sharded by the annotations of its layers and the configured degrees of parallelism."""
 
 
 class DataError(TitanliteError):
@@ -40,19 +40,19 @@ class DataError(TitanliteError):
 
 
 class NoMoreDataError(DataError):
-    """A source has no more data; tokens read so far are right, and so are the weights."""
+    """A source has no more data. The tokens read so far are valid, and so are the weights trained on them."""
 
 
 class CheckpointError(TitanliteError):
-    """A checkpoint is missing, incomplete, damaged or of another run."""
+    """A checkpoint is missing, incomplete, damaged, or belongs to another run."""
 
 
 class StepError(TitanliteError):
-    """A training step gave a result that must not reach the weights."""
+    """A training step gave a result, such as a loss that is not finite, which must not reach the weights."""
 
 
 class OutOfMemoryError(TitanliteError):
-    """The device has no room for the run."""
+    """The device has too little memory for the run."""
 
 
 class FolderLostError(TitanliteError):
@@ -67,10 +67,10 @@ class Problem(NamedTuple):
     """One thing wrong with a file or a command line."""
 
     where: str  # dotted key, e.g. "parallelism.tensor_parallel_degree"
-    saw: str  # the value, as the user wrote it; "" where there is none to show
+    saw: str  # the value, as the user wrote it; "" if there is no value
     want: str
     fix: str
-    line: int | None = None  # in the file it came from; None for a flag or a default
+    line: int | None = None  # line of the value in its file; None for a flag or a default
 
     def __str__(self) -> str:
         place = f"line {self.line}  " if self.line is not None else ""
@@ -83,11 +83,12 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that was probably meant, whatever its case; None if none is near.
+    """Return the choice that `word` was probably meant to be, ignoring case; None if no choice is similar.
 
-    One letter of a short word may differ ("ful"), no letter of one with two ("7B", "70B"), and no number ("llama4").
+    A word of three letters may lack a letter ("ful" for "full"), a word of two may not ("7B" is not "70B"). A number in
+    the word must be the same in the choice, unless the choice has none ("llama4").
     """
-    import difflib  # here, as the process beside each rank does not need it
+    import difflib  # imported here: the guard process of each rank does not need it
 
     number = re.sub(r"\D", "", word)
     spelling = {c.lower(): c for c in choices if not number or re.sub(r"\D", "", c) in ("", number)}
@@ -96,7 +97,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 class ErrorReport(str):
-    """The message about one source, with its parts, so that reports of several checks can be merged."""
+    """The message about one source, with the source and its problems, so that several reports can be merged."""
 
     source: str
     problems: tuple[Problem, ...]

@@ -1,4 +1,4 @@
-"""End a process: print one message for a mistake, the traceback for a bug, once for all ranks."""
+"""End a process: print a message for a user's mistake or a traceback for a bug, once for all ranks."""
 
 import contextlib
 import json
@@ -17,26 +17,27 @@ from titanlite.redact import redact_tree
 from titanlite.streams import OUTPUT, guard_streams, settle_streams
 
 _RANK_0_SPEAKS_S = 5.0
-_TORCHRUN_CLOCK_S = 1.0  # it dates failures to the second
+_TORCHRUN_CLOCK_S = 1.0  # resolution of the times that torchrun records for failures
 
 
 def exit_code(action: Callable[[], int | None]) -> int:
-    """Run an action that leaves connections to other ranks open, print its error on stderr, and return an exit code.
+    """Run an action, print its error on stderr, and return an exit code.
 
-    Ranks mostly fail alike. Rank 0 reports at once; others wait, and the launcher ends them meanwhile if rank 0 failed,
-    too. A bug, and an error of one rank alone, goes to torchrun's error file, so that it ends the log although other
-    ranks fail because this one is gone.
+    After an error `action` must leave its connections to other ranks open, so that this rank reports before they fail.
+    Usually all ranks fail alike. Rank 0 reports at once. Other ranks wait, and the launcher ends them meanwhile if rank
+    0 failed, too. A bug, or an error of one rank alone, is also written to torchrun's error file. Then torchrun prints
+    it at the end of the log, even though other ranks fail because this rank has ended.
 
     Returns:
-        The action's result, 0 for None; 2 for a TitanliteError, 1 for a bug; 128 and the number of the signal that
-        interrupted it before training: 130 for Ctrl-C, 141 if nobody reads its output.
+        The action's result, or 0 for None; 2 for a TitanliteError; 1 for a bug; 128 plus the number of the signal that
+        interrupted the action before training, e.g. 130 for Ctrl-C; 141 if the reader of standard output has closed it.
     """
     guard_streams()
     try:
         return action() or 0
     except TitanliteError as error:
         return _tell_mistake(error)
-    except KeyboardInterrupt as interrupt:  # of any signal, with its number
+    except KeyboardInterrupt as interrupt:  # raised for any signal, with its number as the argument
         return 128 + (interrupt.args or (signal.SIGINT,))[0]
     except Exception as bug:
         if isinstance(bug, BrokenPipeError) and bug.filename == OUTPUT:
@@ -54,8 +55,8 @@ def leave(code: int) -> NoReturn:
     """End this process with an exit code; under a launcher without finalising the interpreter.
 
     Threads of torch's process groups outlive `destroy_process_group`, and sometimes abort a rank that has trained to
-    the end; a library's thread that hangs would keep a failed rank from ending. A process without peers has no such
-    threads, and may have tools that report when the interpreter ends.
+    the end. A thread of a library that hangs would keep a failed rank from ending. A process without a launcher has no
+    such threads, and may have tools, such as coverage, that report when the interpreter ends.
     """
     settle_streams()
     if "RANK" not in os.environ:
@@ -78,7 +79,7 @@ def _mistake(error: OSError) -> TitanliteError | None:
 def _tell_mistake(error: TitanliteError) -> int:
     rank = int(os.environ.get("RANK", "0"))
     if rank:
-        # Local rank 0 is first, so that another host reports it once.
+        # Local rank 0 waits less than the other ranks of its host, so that the host reports the error once.
         time.sleep(_RANK_0_SPEAKS_S + (os.environ.get("LOCAL_RANK", "0") != "0"))
         _record(error)
     sys.stderr.write(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
@@ -86,10 +87,10 @@ def _tell_mistake(error: TitanliteError) -> int:
 
 
 def _record(error: Exception) -> None:
-    """Write torchrun's error file, early enough to be dated before failures that follow from this one.
+    """Write an error to torchrun's error file, and wait so that failures caused by this error get a later date.
 
-    It is replaced at once: torchrun may end this process meanwhile, and fails on half a file. Without room or folder
-    for it, the message on stderr must do.
+    The file is replaced atomically: torchrun may end this process meanwhile, and fails on an incomplete file. If it
+    cannot be written, only the message on stderr remains.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
@@ -101,5 +102,5 @@ def _record(error: Exception) -> None:
     with contextlib.suppress(OSError, ValueError):
         get_error_handler().record_exception(error)
         os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
-        write_durably(Path(error_file), json.dumps(redact_tree(json.loads(beside.read_text()))))  # in place of both
+        write_durably(Path(error_file), json.dumps(redact_tree(json.loads(beside.read_text()))))  # replaces both
         time.sleep(_TORCHRUN_CLOCK_S)

@@ -1,6 +1,6 @@
 """Parse JSON that a user wrote or a crash may have damaged, and check its types.
 
-The description of a cache has a hash, so that a changed number counts as damage, too.
+The description of a cache contains a hash, so that a changed number is found, too.
 """
 
 import errno
@@ -14,11 +14,11 @@ from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""The errors of code that reads unexpected content."""
+"""The errors that code may raise when it reads malformed content."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a text; raise ValueError if it is not JSON, not UTF-8, or nested too deeply."""
+    """Parse a JSON text; raise ValueError if it is not JSON, not UTF-8, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as e:
@@ -26,11 +26,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a file.
+    """Parse a JSON file.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device, which might block.
-        ValueError: see `parse_json`.
+        OSError: the file cannot be read, or is a pipe or a device, which might block.
+        ValueError: as `parse_json` raises it.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "a pipe or a device", str(path))
@@ -38,17 +38,17 @@ def read_json(path: Path) -> Any:
 
 
 def with_hash(content: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return JSON with a hash, for `without_hash`."""
+    """Return `content` as JSON together with its hash, which `without_hash` checks."""
     return json.dumps({**content, "hash": _digest(content)}, indent=indent)
 
 
 def without_hash(read: Any) -> dict[str, Any]:
-    """Return the content that `with_hash` was given.
+    """Check the hash in `read`, the parsed JSON of `with_hash`, and return the content without it.
 
     Raises:
-        ValueError: the content has changed.
+        ValueError: the content does not match its hash.
         KeyError: there is no hash.
-        TypeError: it is no object.
+        TypeError: `read` is no JSON object.
     """
     content = {key: read[key] for key in read if key != "hash"}
     if read["hash"] != _digest(content):
@@ -61,12 +61,12 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """Build a value of a type from JSON, without conversion; raise one of `MALFORMED` if it does not fit exactly.
+    """Build a value of the type `hint` from parsed JSON; raise one of `MALFORMED` if it does not fit exactly.
 
     Args:
-        hint: a dataclass, a mapping by names, a sequence or a tuple, or one of them or None; finite float, int of 64
-            bits, str or bool.
-        value: from the file.
+        hint: a dataclass, Mapping with str keys, Sequence, tuple, finite float (an int is taken, too), 64-bit int, str
+            or bool; or the union of one of these and None.
+        value: parsed JSON.
     """
     args, origin = get_args(hint), get_origin(hint)
     if is_dataclass(hint):

@@ -1,11 +1,11 @@
 """receipt.json: the requests of a config, and how each was applied.
 
-Each feature adds one entry: in how many places it was applied (`count`), cases left out for a declared reason (a
-recipe, a filter, a committed tuning table: `skipped`), and eligible cases left out (`missed`). In the file both are
-under `skipped`, with reasons. A request that was applied nowhere, or missed a case, ends the run under `job.strict` and
-is a warning otherwise.
+Each feature adds one entry. `count` is the number of places where it was applied. `skipped` lists cases left out for a
+declared reason, such as a recipe or a filter. `missed` lists eligible cases that were left out. The file has both
+lists, with reasons, under "skipped". A request that was applied nowhere, or missed a case, ends the run under
+`job.strict` and is a warning otherwise.
 
-Each rank has the same entries, so that all stop together; rank 0 writes the file.
+All ranks have the same entries, so that they stop together; rank 0 writes the file.
 """
 
 import json
@@ -18,32 +18,32 @@ from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.redact import redact_tree
 
-_SHOWN, _NAMED = 8, 3  # cases in a message, and in a line of the console; the file has all
+_SHOWN, _NAMED = 8, 3  # cases listed in a message, and in a console line
 _BLOCK = re.compile(r"^layers\.\d+(?=(\.\w+)+$)")
 _NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """One case that a feature did not cover."""
+    """A case in which a feature was not applied, and the reason."""
 
     what: str  # module, matmul, collective, …
     why: str
-    is_told: bool = field(default=False, compare=False)  # on the console already, in other words
+    is_told: bool = field(default=False, compare=False)  # whether the console has shown it, in other words
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One feature's report."""
+    """A feature's entry in the receipt: what was requested, and what was applied."""
 
     feature: str  # its name in the file, as "float8"
-    requested: object  # value of the user's key; one of `_NOT_REQUESTED`: it was not asked for
-    applied: object  # as JSON: a number, a name, or details, as {"layers": 224, "lowering": "torchao"}
+    requested: object  # value of the config key; a value of `_NOT_REQUESTED` is no request
+    applied: object  # number, name, or JSON object, e.g. {"layers": 224, "lowering": "torchao"}
     _: KW_ONLY
-    count: int  # of places where it was applied
-    skipped: Sequence[Skipped] = ()  # for a declared reason
-    missed: Sequence[Skipped] = ()  # eligible cases
-    key: str = ""  # of the config, as "float8.recipe"; "": it is `feature`
+    count: int  # number of places where the feature was applied
+    skipped: Sequence[Skipped] = ()  # cases left out for a declared reason
+    missed: Sequence[Skipped] = ()  # eligible cases that were left out
+    key: str = ""  # config key, e.g. "float8.recipe"; "" if `feature` is the key
 
     def summary(self) -> str:
         """Return one line: what was applied, what was not, and why."""
@@ -54,7 +54,7 @@ class Entry:
         return f"{self.feature}: {text}{self._left_out()}"
 
     def _left_out(self) -> str:
-        by_why: dict[str, dict[str, None]] = {}  # of layers of one name in every block, that name
+        by_why: dict[str, dict[str, None]] = {}  # reason → cases, with "*" for numbers of blocks
         for case in (case for case in (*self.skipped, *self.missed) if not case.is_told):
             by_why.setdefault(case.why, {})[_BLOCK.sub("layers.*", case.what)] = None
         text = [f"{_few(list(names))} ({why})" for why, names in by_why.items()]
@@ -67,29 +67,29 @@ class Receipt:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._later: list[Callable[[], Entry]] = []
-        self._file: Path | None = None  # once it is written
+        self._file: Path | None = None  # the receipt once it is written
 
     def add(self, entry: Entry) -> None:
         """Add an entry."""
         self.entries.append(entry)
 
     def add_later(self, entry: Callable[[], Entry]) -> None:
-        """Add an entry that `complete` makes after a step."""
+        """Register a function that makes an entry; `complete` calls it after the first step."""
         self._later.append(entry)
 
     def complete(self) -> None:
-        """Make and append the later entries."""
+        """Make the entries that were registered with `add_later`, and append them."""
         self.entries += [entry() for entry in self._later]
         self._later.clear()
 
     def replace(self, entry: Entry) -> None:
-        """Replace the entry of a feature, also in the file if it is written."""
+        """Replace the entry of the same feature, and rewrite the file if it exists."""
         self.entries = [entry if there.feature == entry.feature else there for there in self.entries]
         if self._file is not None:
             self.write(self._file)
 
     def write(self, path: Path) -> None:
-        """Write the file as a whole."""
+        """Write all entries to a file, which `replace` rewrites."""
         self._file = path
         rows = [
             {
@@ -103,7 +103,7 @@ class Receipt:
         write_durably(path, json.dumps(redact_tree(rows), indent=2) + "\n")
 
     def enforce(self, strict: bool, warn: Callable[[str], object]) -> None:
-        """Raise StrictError if a request was applied nowhere or missed a case; without `job.strict` warn once."""
+        """Raise StrictError, or `warn` if not `strict`, about requests that were applied nowhere or missed a case."""
         problems = [problem for entry in self.entries if (problem := _problem(entry))]
         if not problems:
             return
@@ -119,7 +119,7 @@ def _few(names: list[str]) -> str:
 
 
 def _problem(entry: Entry) -> Problem | None:
-    """Return the problem of an entry, in the words of the user's key, or None."""
+    """Return a problem with the config key if its request was applied nowhere or missed a case, else None."""
     if entry.requested in _NOT_REQUESTED:
         return None
     if entry.count == 0:

@@ -7,8 +7,8 @@ Four kinds, one folder each under `recipes/`:
     activation_checkpoint   a save-list: which activations are kept for backward
     optimizer               groups of parameters, and the rule by which each is updated
 
-What the schemas (`config/recipe_schema.py`) cannot say about a value, `config/check_recipe.py` does. Code elsewhere
-interprets the fields: no recipe name occurs in an `if`.
+`config/check_recipe.py` checks what the schemas (`config/recipe_schema.py`) cannot express. Code elsewhere interprets
+the fields: no recipe name occurs in an `if`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from titanlite.errors import RecipeError, nearest
 
 Kind = Literal["model", "float8", "activation_checkpoint", "optimizer"]
 _NO_RULES: Mapping[str, OwnRule] = MappingProxyType({})
-AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
+AUTO = "auto"  # instead of a name: a save-list is chosen when the run starts
 
 
 def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
@@ -41,7 +41,7 @@ def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
 
 
 def require(kind: Kind, name_or_path: str, extra_dirs: Sequence[str], origin: Origin) -> None:
-    """Refuse a name or a path that is no recipe's, as `load` does; what the recipe says is not looked at."""
+    """Raise RecipeError, as `load` does, if no recipe has this name or path. The content of the recipe is not read."""
     _find(kind, name_or_path, _files(kind, extra_dirs, origin), origin)
 
 
@@ -75,10 +75,10 @@ def load(
     origin: Origin | None = None,
     rules: Mapping[str, OwnRule] = _NO_RULES,
 ) -> ModelDims | Float8Recipe | SaveList | OptimizerRecipe:
-    """Find a recipe, read it with what it extends, and check it. A path ends in .toml.
+    """Find a recipe, read it and the recipes that it extends, and check it. `rules`: the update rules of a user's file.
 
     Raises:
-        RecipeError: there is no such recipe, or it is malformed or not legal; with every problem.
+        RecipeError: there is no such recipe, or it is malformed or not legal. The error lists every problem.
         ConfigError: its file is not TOML.
     """
     origin = origin or Origin("recipes")
@@ -95,7 +95,7 @@ def load(
     if recipe is not None and not problems:
         KINDS[kind].check(recipe, problems)
     problems.raise_all(RecipeError)
-    # A model tells later what matches nothing; a copy with other rules has no lines.
+    # For later checks, which need a model: messages name the line in the file. A changed copy has no lines.
     if isinstance(recipe, SaveList | OptimizerRecipe):
         object.__setattr__(recipe, "origin", problems.origin)
     if isinstance(recipe, OptimizerRecipe):
@@ -104,11 +104,12 @@ def load(
 
 
 def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
-    """Return the dimensions of a config's model: its flavor's or a folder's, with the overrides of `[model]`.
+    """Return the dimensions of the config's model: of its flavor or initial weights, with the overrides of `[model]`.
 
     Raises:
-        RecipeError: there is no such flavor, or the architecture lacks a key or makes nothing of one.
-        ConfigError: the flavor is a folder's, which is none or of another model.
+        RecipeError: there is no such flavor; or the architecture needs a missing dimension, or does not use a given
+            one.
+        ConfigError: the flavor is that of initial weights, which are not given or are of another model.
     """
     model = config.model
     name, origin = Path(model.file).stem if model.file else model.name, origin or Origin("config")
@@ -125,7 +126,7 @@ def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
 
 
 def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, Path]:
-    """Return name → file, the shipped ones first."""
+    """Return the files of all recipes of a kind by name, the shipped recipes first; refuse folders without recipes."""
     problems = Problems(origin)
     files = {path.stem: path for path in sorted((shipped_folder("recipes") / kind).glob("*.toml"))}
     for folder in (Path(os.path.expanduser(given)) for given in extra_dirs):
@@ -144,11 +145,11 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
             problems.add("job.recipe_dirs", show(str(folder)), want, fix)
             continue
         for path in sorted((folder / kind).glob("*.toml")):
-            word = path.stem.partition("-")[2] if kind == "model" else path.stem  # as a config says it
+            word = path.stem.partition("-")[2] if kind == "model" else path.stem  # as in a config
             if word in KINDS[kind].words:
                 want = f'another name: {KINDS[kind].key} = "{word}" is reserved'
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
-            elif path.stem in files and path.resolve() != files[path.stem].resolve():  # it may be the shipped one
+            elif path.stem in files and path.resolve() != files[path.stem].resolve():  # not the same file
                 want = f"a name of its own; {files[path.stem]} is already called that"
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             files.setdefault(path.stem, path)
@@ -159,14 +160,17 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
 def _find(
     kind: Kind, name: str, files: dict[str, Path], origin: Origin, key: str | None = None, base: Path = Path()
 ) -> Path:
-    """Return the file of a recipe, or raise an error that lists the names there are."""
+    """Return the file of a recipe, or raise RecipeError with the known names.
+
+    For a name in `extends`, `key` is "extends", and a path is relative to the folder `base`.
+    """
     if name in files:
         return files[name]
     if name.endswith(".toml") and os.path.isfile(base / name):
         return base / name
     words = () if key is not None or name in KINDS[kind].words else KINDS[kind].words
     asked, choices, place, there = name, [*words, *files], "a .toml file that exists", None
-    if kind == "model" and key is None:  # a config says name and flavor apart
+    if kind == "model" and key is None:  # a config has separate keys for name and flavor
         architecture, _, size = name.partition("-")
         there = flavor(architecture, size)
         own = [stem for stem, path in files.items() if path.parent != shipped_folder("recipes") / kind]
@@ -175,7 +179,7 @@ def _find(
         flavors = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
         choices = (
             [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
-        )  # it may be a flavor alone
+        )  # a flavor without its architecture
     problems, key = Problems(origin), key or KINDS[kind].key
     there = there or answer_to_value(KINDS[kind].key, asked)
     near = nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)
@@ -186,18 +190,18 @@ def _find(
 
 
 def is_part(text: str, name: str) -> bool:
-    """Return whether a text is one or more whole parts of a name, as qwen3_moe and 30B are of qwen3_moe-30B-A3B."""
+    """Return whether `text` is one or more parts of `name` between hyphens, as "30B" is of "qwen3_moe-30B-A3B"."""
     return f"-{text}-".lower() in f"-{name}-".lower()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """The schema and checks of a kind of recipes."""
+    """The schema, checks and config key of a kind of recipes."""
 
     schema: type[Any]
     check: Callable[[Any, Problems], None]
-    key: str  # of the config, that names a recipe of this kind
-    words: tuple[str, ...] = ()  # what that key may say besides a name
+    key: str  # config key whose value names a recipe of this kind
+    words: tuple[str, ...] = ()  # values of this key that are no recipe names
 
 
 KINDS: dict[Kind, _Kind] = {

@@ -1,8 +1,9 @@
 """Replace secrets by `***` in everything that a run or a command prints and writes.
 
-Secrets are the values of environment variables that are named like one, the user part of a URL, a token in a URL's
-query, the value of a header `Authorization`, and the password, or token in its place, of a URL in the environment. Most
-come with exceptions of libraries; so standard output and standard error redact all text, and so do a run's files.
+Secrets are: values of environment variables with names such as API_KEY, the user part of a URL, a token in a URL's
+query, the value of an `Authorization` header, and the password, or token in its place, of a URL in the environment.
+Most secrets appear in exceptions of libraries. So all text on standard output, on standard error and in a run's files
+is redacted.
 
 Not redacted: stacks of faulthandler, and text that C++ libraries write to a descriptor.
 """
@@ -16,11 +17,11 @@ from urllib.parse import quote, unquote
 
 STAR = "***"
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PAT|CREDENTIALS?)$", re.IGNORECASE)
-_SHORTEST = 8  # shorter values are words of ordinary text
-_SHORTEST_TOKEN = 20  # of a user without a password; shorter ones are names
-# Up to the last @ of the authority. A secret key of S3 may hold slashes as it stands: where no @ comes before the first
-# of them, up to the first one behind, unless what looks like a password is a port, which a URL of S3 has not. A quote,
-# comma or bracket ends a URL that stands in a text.
+_SHORTEST = 8  # characters; a shorter value may be an ordinary word, and is not redacted
+_SHORTEST_TOKEN = 20  # characters; a URL's user without a password is a token from this length on
+# Matches up to the last @ of a URL's authority. A secret key of S3 may contain slashes: without an @ before the first
+# slash, the match ends at the next @ after it, unless the apparent password is a port (URLs of S3 have none). A quote,
+# comma or bracket ends a URL within a text.
 _ENDS = r"""\s"'`,<>()\[\]"""
 _USER = re.compile(
     rf"""(:(?:\\?/){{2}})(?:[^/?\#{_ENDS}]*@
@@ -41,12 +42,12 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _ENVIRONMENT_URL = re.compile(r"\b(\w+)://([^\s/?#:]*)(?::([^\s/?#]*))?@")
-_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")  # may come from a file, and not from the environment
-_known: tuple[dict[bytes, bytes], list[str]] = ({}, [])  # an environment, and the secrets in it
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")  # of Hugging Face, which may be read from a file
+_known: tuple[dict[bytes, bytes], list[str]] = ({}, [])  # the last environment seen, and its secrets
 
 
 def redact(text: str) -> str:
-    """Redact every secret in a text."""
+    """Return a text with every secret replaced by `***`."""
     if len(text) < _SHORTEST:
         return text
     for secret in _of_environment():
@@ -55,12 +56,12 @@ def redact(text: str) -> str:
 
 
 def redact_urls(text: str) -> str:
-    """Redact users and tokens of URLs in a text, in any environment: a text that is read again equals itself."""
+    """Redact users and tokens of URLs in a text. Unlike `redact`, the result does not depend on the environment."""
     return _QUERY.sub(rf"\1{STAR}", _QUOTED_USER.sub(rf"\1{STAR}%40", _USER.sub(rf"\1{STAR}@", text)))
 
 
 def redact_tree(value: Any, how: Callable[[str], str] = redact) -> Any:
-    """Redact each string in tables and lists that are nested."""
+    """Return a copy of nested tables and lists in which `how` has redacted each string value."""
     if isinstance(value, str):
         return how(value)
     if isinstance(value, Mapping):
@@ -73,17 +74,17 @@ def redact_tree(value: Any, how: Callable[[str], str] = redact) -> Any:
 def _of_environment() -> list[str]:
     """Return the secrets in environment variables, cached until one changes."""
     global _known
-    now = vars(os.environ)["_data"]  # as bytes, which compare a hundred times faster
+    now = vars(os.environ)["_data"]  # bytes compare a hundred times faster than text
     if _known[0] != now:
         _known = dict(now), _find_in_environment()
     return _known[1]
 
 
 def _find_in_environment() -> list[str]:
-    """Find the secrets of the environment, also quoted and escaped, the longest first."""
+    """Return the secrets in environment variables, also as quoted for URLs and escaped, the longest first."""
     secrets: set[str] = set()
     for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file's path
+        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # no path of a file
             secrets.add(value)
         for scheme, user, password in _ENVIRONMENT_URL.findall(value):
             if password:

@@ -1,8 +1,9 @@
 """Guard standard output and standard error: redact secrets, and escape control characters.
 
-Names of files, keys and groups, and lines of files, come from others. Terminal controls in them are escaped as `repr`
-writes them, also those that reorder text; newlines and tabs remain. Colours and bars are written to `drawn`. Bars of
-other libraries (tqdm) are recognised by their cursor moves, which may reach only empty lines or their own.
+Text such as names and lines of files is not trusted. Terminal controls in it, also those that reorder text, are escaped
+as `repr` escapes them; newlines and tabs remain. Colours and progress bars of titanlite are written to `drawn`.
+Progress bars of other libraries (tqdm) are recognised by their cursor moves, which may reach only empty lines or lines
+of bars.
 """
 
 import io
@@ -15,13 +16,13 @@ from typing import Any, TextIO
 from titanlite.redact import redact
 
 OUTPUT = "standard output"
-"""The file name in an OSError of standard output."""
+"""The `filename` of an OSError that a write to standard output raises."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_MOVE = re.compile(r"\n+\Z|(?:\x1b\[A)+\Z|\r(?: *\r\Z)?(?=[^\n]*\Z)")  # alone, or before a line in a line's place
+_MOVE = re.compile(r"\n+\Z|(?:\x1b\[A)+\Z|\r(?: *\r\Z)?(?=[^\n]*\Z)")  # cursor moves alone, or \r before one line
 
 
 class _Drawn:
-    """A stream that redacts, and does not escape."""
+    """A stream that redacts text, but does not escape it: for colours and progress bars."""
 
     def __init__(self, stream: TextIO, write: Callable[[str], int]) -> None:
         self._stream, self.write = stream, write
@@ -36,36 +37,37 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape all terminal controls in a name."""
+    """Escape all terminal controls in a text, newlines and tabs included."""
     return escaped(text).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def drawn(stream: TextIO) -> Any:
-    """Return a guarded stream's `drawn`, for colours and bars with escaped texts; any other stream as it is."""
+    """Return the stream for colours and bars, `drawn` if `stream` is guarded. Callers must escape text themselves."""
     return getattr(stream, "drawn", stream)
 
 
 def guard_streams() -> None:
-    """Guard both streams; a closed one, as under cron, discards everything."""
+    """Guard standard output and standard error by `guard_stream`. A closed one, as under cron, discards all text."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # another file would get the number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # else the next file to be opened would get the number
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of ASCII gets escapes, and not an error
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escapes in place of errors on an ASCII terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     guard_stream(sys.stdout)
     guard_stream(sys.stderr, drops=True)
 
 
 def guard_stream(stream: TextIO, drops: bool = False) -> None:
-    """Redact and escape everything that is written to a stream from now on. An OSError names the file `OUTPUT`, or with
-    `drops` everything after it is discarded.
+    """Redact and escape all text that is written to a stream from now on.
+
+    An OSError of a write gets the file name `OUTPUT`. With `drops` it is not raised, and all later text is discarded.
     """
     if "drawn" in vars(stream):
         return
     write, flush = stream.write, stream.flush
-    free = 0  # lines above the cursor's that are empty or a bar's; -1: its own is another text's
+    free = 0  # lines above the cursor that a bar may overwrite; -1: not even the cursor's line
 
     def attempt(action: Callable[..., Any], *given: str) -> Any:
         try:
@@ -97,12 +99,12 @@ def guard_stream(stream: TextIO, drops: bool = False) -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Discard everything that is written to a stream from now on, and its buffer."""
+    """Discard all text that is written to a stream from now on, and the text in its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def settle_streams() -> None:
-    """Flush the streams, or discard their buffers: the interpreter would try again, and change the exit code."""
+    """Flush stdout and stderr, or discard their buffers, which else would change the exit code at the end of the process."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-_INDENT = "  "  # of a table's rows, by which they are recognised
-_FURTHER = 4 * " "  # of a row's further lines
+_INDENT = "  "  # before each row of a table; `folded` recognises rows by it
+_FURTHER = 4 * " "  # before the second and later lines of a folded row
 
 
 def columns(*rows: Sequence[str]) -> str:
-    """Align rows, headings first: the first column to the left, others to the right if they have numbers."""
+    """Return a table as text, headings first. Columns with numbers, except the first, are aligned to the right."""
     aligned = []
     for i, column in enumerate(zip(*rows, strict=True)):
         width, has_number = max(map(len, column)), i > 0 and any(cell[:1].isdigit() for cell in column)
@@ -21,7 +21,7 @@ def columns(*rows: Sequence[str]) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return COLUMNS, or the terminal's width; None if the output is no terminal."""
+    """Return the variable COLUMNS, or else the terminal's width in characters; None if the output is no terminal."""
     if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said):
         return int(said)
     try:
@@ -31,8 +31,8 @@ def terminal_width() -> int | None:
 
 
 def folded(text: str, width: int | None) -> str:
-    """Fold paragraphs of one line each between words, and tables of `columns` between columns, into a width in
-    characters; None: unlimited.
+    """Fold a text into a width in characters; None: unlimited. Paragraphs, of one line each, are folded between words,
+    and tables of `columns` between columns.
     """
     if width is None:
         return text
@@ -50,7 +50,7 @@ def folded(text: str, width: int | None) -> str:
 
 
 def _folded_rows(rows: Sequence[str], width: int) -> Iterator[str]:
-    """Break rows between columns, at the same places; columns are separated by two blanks in all rows."""
+    """Break all rows of a table at the same columns. Two blanks separate columns in every row."""
     longest = max(map(len, rows))
     blank = "".join(" " if all(row[n : n + 1] in ("", " ") for row in rows) else "x" for n in range(longest))
     cells = [found.span() for found in re.finditer(r"x+(?: x+)*", blank)]

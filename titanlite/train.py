@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m titanlite.train --config llama3_8b.toml --parallelism.tensor_parallel_degree 4
 
-In a checkout `train.py` is the same. Mistakes in keys and values are found before torch is imported, within a second,
-except in `optimizer.file`; those in a user's file, before anything is written or prepared.
+In a checkout, `train.py` does the same. Mistakes in keys and values are found in a second, before torch is imported,
+unless `optimizer.file` is set. Mistakes in a user's Python file are found before anything is written or prepared.
 """
 
 import os
@@ -23,9 +23,9 @@ from titanlite.preflight.start import check_start, newest_state
 
 
 def main() -> None:
-    """Check everything, claim the run's folder, train."""
+    """Check the config and all that it names, claim the run's folder, and train."""
     check_launcher()
-    launcher = Launcher()  # at once: the launcher may end meanwhile
+    launcher = Launcher()  # before the checks, during which the launcher may end
     world = int(os.environ.get("WORLD_SIZE", "1"))
     run = checked_run(sys.argv[1:], world)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -33,11 +33,11 @@ def main() -> None:
     if is_first:
         check_start(run.config, run.inputs)
     if run.config.model.file:
-        # Its import may touch CUDA, which must be on this process's GPU.
+        # Importing the file may initialise CUDA, which must happen on this process's GPU.
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
-    from titanlite.training.assemble import try_assembly  # torch is imported here; before, only for `optimizer.file`
+    from titanlite.training.assemble import try_assembly  # imports torch, which a user's file may have done before
 
     foreseen = try_assembly(run, world)
     if lack := lack_of_memory(run.config, foreseen.trained, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
@@ -51,7 +51,7 @@ def main() -> None:
     if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
-            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # after the claim nobody else writes there
+            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # claimed: no other job writes there
             lack = lack_of_disk_space(folder.checkpoints, run.config, foreseen.saved)
             warnings += [lack] if lack else []
         warnings += filter(None, [no_login(run.config), foreseen.warning])
