@@ -104,7 +104,7 @@ def silence(stream: TextIO) -> None:
 
 
 def settle_streams() -> None:
-    """Flush stdout and stderr, or discard their buffers, which else would change the exit code at the end of the process."""
+    """Flush stdout and stderr, or else discard their buffers, which would change the exit code of the process."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

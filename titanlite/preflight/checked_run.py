@@ -1,7 +1,7 @@
-"""The checks of a run before it starts: of its config, recipes, data and folder.
+"""Check a run before it starts: its config, recipes, data and folder.
 
-train.py and the commands that take a config begin here. torch is imported for `optimizer.file` alone;
-`training/assemble.py` finds what only the model can tell.
+train.py and the commands that take a config begin here. torch is imported only if `optimizer.file` is set.
+`training/assemble.py` makes the checks that need the model.
 """
 
 import os
@@ -48,35 +48,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A config that passed every check, with all that it names."""
+    """A config that passed every check, with the recipes and inputs that it names."""
 
     config: Config
     dims: ModelDims
-    save_list: SaveList | None  # None: it is chosen at the start, within `activation_checkpoint.budget_gib`
+    save_list: SaveList | None  # None: chosen when the run starts, to fit `activation_checkpoint.budget_gib`
     float8: Float8Recipe | None
     optimizer: OptimizerRecipe
-    origin: Origin  # of each key
+    origin: Origin  # where each key is set
     inputs: Inputs
-    table: StageTable  # from where a start takes the run up
-    hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
-    warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
-    saved: SavedState | None = None  # what the newest checkpoint of the run itself says beside its tensors
+    table: StageTable  # stages of the run, past ones as they were trained
+    hints: tuple[str, ...] = ()  # notes on settings that work, but have no effect or a drawback
+    warnings: tuple[str, ...] = ()  # notes on settings that work, but are probably not as meant
+    saved: SavedState | None = None  # the state in the run's newest checkpoint, without tensors
 
 
 class _Checks:
-    """The checks of a config, of which each is carried out if all that it needs is right."""
+    """Runs the checks of a config, each only if the keys that it needs are right."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems, self.origin = problems, problems.origin
-        # Keys and sections: what is no key may have been meant as any of its section.
+        # Wrong keys. An unknown key makes its section wrong, since any key of the section may have been meant.
         self.wrong = {key if key in schema_keys() else key.partition(".")[0] for key in problems.wrong_keys()}
 
     def are_right(self, *keys: str) -> bool:
-        """Return whether nothing is wrong with these keys or sections, nor with a key of one of these sections."""
+        """Return whether nothing is wrong with these keys or sections, nor with any key of these sections."""
         return not any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in keys for b in self.wrong)
 
     def attempt(self, check: Callable[[], T], *needs: str) -> T | None:
-        """Carry a check out if all sections and keys that it needs are right; if it fails, the first of them is not."""
+        """Return the result of a check, or None if it fails or if one of the keys and sections that it needs is wrong.
+
+        A failure is added to the problems, and makes the first of `needs` wrong.
+        """
         if not self.are_right(*needs):
             return None
         try:
@@ -84,8 +87,8 @@ class _Checks:
         except TitanliteError as error:
             found = [(report.source, problem) for report in error.args for problem in report.problems]
         for source, p in found:
-            # Data, say, do not know where it was given. Of `validation.sources.NAME` the list is the key.
-            # Of `data.mixture[0].weight` the file has the line; of `data.mixture.NAME`, of before, that of the list.
+            # A check may not know where its key was set. The file has a line of `data.mixture[0].weight`. For
+            # `validation.sources.NAME` and `data.mixture.NAME` it has only the line of the list.
             key = p.where if p.where in {*schema_keys(), *self.origin.places} else p.where.rpartition(".")[0]
             is_known = key in schema_keys() or key in self.origin.places
             place = self.origin.of(key) if is_known else Place(source, p.line)
@@ -98,12 +101,12 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     """Read and check everything that the arguments of train.py ask for; data is checked, not loaded.
 
     Args:
-        argv: the arguments.
+        argv: command-line arguments of train.py.
         world_size: number of processes; None: unknown.
-        has_weights: whether this host is to have the weights that the run starts from.
+        has_weights: whether the weights that the run starts from must be on this host.
 
     Raises:
-        ConfigError: with all that can be found in spite of what is wrong.
+        ConfigError: with all problems found. Checks that need a wrong key are left out.
         SystemExit: with 0, after `--help`.
     """
     config, problems = parse_what_is_right(argv, "train.py FILE [--section.key VALUE ...]")
@@ -118,7 +121,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         attempt(lambda: resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
     save_list = float8 = None
     dirs, needs = config.job.recipe_dirs, "job.recipe_dirs"
-    if (name := config.activation_checkpoint.recipe) != recipes.AUTO:  # which is chosen when the run starts
+    if (name := config.activation_checkpoint.recipe) != recipes.AUTO:  # else it is chosen when the run starts
         key = "activation_checkpoint.recipe"
         save_list = attempt(lambda: recipes.load("activation_checkpoint", name, dirs, origin), key, needs)
     if (own := config.float8.recipe) != "none":
@@ -139,7 +142,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     repeated = list[str]()
     if inputs is not None and table is not None:
         repeated = attempt(lambda: check_sources(config, inputs, table), "data.mixture") or []
-    if found and inputs is not None and config.job.strict and has_weights:  # before hours of preparing tokens
+    if found and inputs is not None and config.job.strict and has_weights:  # before tokens are prepared for hours
         attempt(lambda: other_text(*found, {}, inputs.fingerprint, strict=True), "data", "job", "checkpoint")
     saved = found[1] if found and found[0].parent == RunFolder.of(config).checkpoints else None
     needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
@@ -150,12 +153,12 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     optimizer, needs = None, ("optimizer.recipe", "job.recipe_dirs")
     if config.optimizer.file:
         attempt(lambda: recipes.require("optimizer", config.optimizer.recipe, config.job.recipe_dirs, origin), *needs)
-    if not (problems and config.optimizer.file):  # which takes seconds
+    if not (problems and config.optimizer.file):  # importing the file takes seconds
         optimizer = attempt(lambda: _optimizer(config, origin), *needs, "optimizer.file")
     if problems or dims is None or optimizer is None or inputs is None or table is None:
         raise problems.error(ConfigError)
     cut, few = cut_schedule(config, table), other_vocabulary(config, inputs, dims.vocab_size)
-    is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
+    is_look = origin.of("training.steps") == COMMAND_LINE  # a flag asks for a few steps of a long run
     warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
     warnings += repeated
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
@@ -171,13 +174,13 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
 
 
 def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:
-    """Load the optimizer's recipe, and refuse a file of rules that it does not use. Such a file is imported."""
+    """Load the optimizer's recipe, importing `optimizer.file`; refuse a file whose rules the recipe does not use."""
     own: Mapping[str, OwnRule] = {}
     if config.optimizer.file:
         from titanlite.parallel.process_group import choose_device  # imports torch
         from titanlite.update_rules.find import rules_of_file
 
-        if "LOCAL_RANK" in os.environ:  # a file may touch CUDA: on this process's GPU, not on everybody's first
+        if "LOCAL_RANK" in os.environ:  # the file may initialise CUDA, which must be on this process's GPU
             choose_device()
         own = rules_of_file(config.optimizer.file, origin)
     found = recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs, origin, own)
@@ -191,12 +194,12 @@ def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:
 
 
 def resumes(config: Config) -> bool:
-    """Return whether a start of the run goes on from a checkpoint of its own."""
+    """Return whether a start of the run would resume from one of its own checkpoints."""
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
 
 
 def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
-    """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
+    """Return the dimensions of the model. With `model.flavor` from a checkpoint, a run's own checkpoint comes first."""
     if config.model.flavor == FROM_CHECKPOINT and (found := start_of(RunFolder.of(config).checkpoints, config)):
         folder = step_folder(*found)
         return dims_of(folder, read_state(folder, found[1]))

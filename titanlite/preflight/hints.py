@@ -1,6 +1,6 @@
-"""Name what works in a config, but not as well as it could (hints), or not as was probably meant (warnings).
+"""Find settings that work, but not as well as they could (hints), or probably not as they were meant (warnings).
 
-`titanlite validate` prints them, and a run says them before its first step.
+`titanlite validate` prints both, and a run logs them before its first step.
 """
 
 import os
@@ -21,31 +21,34 @@ from titanlite.observe.wandb import has_login
 
 
 def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> str | None:
-    """Say so if many ids of the model can never occur in its text; of token files, known once they were read."""
+    """Return a warning if many ids never occur in the text of the run. Token files are checked when they are read."""
     if inputs.tokenizer is None or not inputs.is_text:
         return None
     n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
     fix = "name the model's tokenizer.json in data.tokenizer"
-    if not config.checkpoint.initial_load_path:  # whose weights have so many rows
+    if not config.checkpoint.initial_load_path:  # else the weights fix the size
         fix += f", or set model.vocab_size = {rows_for(n_ids)}"
     return few_ids(n_ids, whose, vocab_size, fix)
 
 
 def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str | None:
-    """Name what makes a run the one that is meant, and was left to a default: model, source, tokenizer."""
+    """Return a warning that lists model, source and tokenizer where the config leaves them to a default, else None.
+
+    `is_own_vocabulary`: the model's vocabulary suits the tokenizer, which then need not be listed.
+    """
     chooses = {"model.flavor": config.model.flavor, "data.source": config.data.source}
     if config.data.mixture:
         del chooses["data.source"]
     if not is_own_vocabulary:
         chooses["data.tokenizer"] = config.data.tokenizer
-    if config.validation.enable and config.data.source != Config().data.source:  # that which is held out of it
+    if config.validation.enable and config.data.source != Config().data.source:  # its default suits the default source
         chooses["validation.source"] = config.validation.source
     left = [f"{key} = {show(value)}" for key, value in chooses.items() if key not in origin.places]
     return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
 
 
 def trained_on(config: Config, inputs: Inputs) -> list[str]:
-    """Say so if text that a run is validated on is trained on, where that can be seen."""
+    """Return a warning for each validation source whose dataset or files are also trained on."""
     trained, said = inputs.trained, list[str]()
     unless = ", unless data.max_tokens leaves it out" if config.data.max_tokens else ""
     held_out = [source for key, source in inputs.sources.items() if key not in trained]
@@ -62,7 +65,7 @@ def trained_on(config: Config, inputs: Inputs) -> list[str]:
 
 
 def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
-    """Say so if the text is to be encoded by other ids than those that the weights know, where that can be seen."""
+    """Return a warning if `data.tokenizer` differs from the tokenizer.json in the folder of the initial weights."""
     theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
     if not os.path.isfile(theirs) or not inputs.is_text:
         return None
@@ -73,21 +76,21 @@ def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
         else:
             ours = Path(os.path.expanduser(config.data.tokenizer)).read_bytes()
             is_same = ours == content or _of_text(ours) == _of_text(content)
-    except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
+    except (OSError, ValueError, LookupError, TypeError):  # a file that this run cannot read differs
         is_same = False
     why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
     return None if is_same else f'data.tokenizer = "{config.data.tokenizer}" {why}'
 
 
 def _of_text(tokenizer: bytes) -> dict[str, Any]:
-    """Return what a tokenizer.json says of a document's ids: an exported one may differ in the rest."""
+    """Return the parts of a tokenizer.json that decide a document's ids; an exported file may differ in other parts."""
     content = parse_json(tokenizer)
     content["model"]["dropout"] = None
     return {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
 def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
-    """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes."""
+    """Return a warning if rows of the bf16 logits do not start at multiples of 16 bytes on each rank."""
     ranks, size = config.parallelism.tensor_parallel_degree, dims.vocab_size
     if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
         return None
@@ -95,13 +98,13 @@ def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     why = f"is not a multiple of {8 * ranks} (16 bytes in bfloat16{each})"
     slow = "on a GPU the head's three matmuls find no aligned kernel and run several times slower"
-    is_given = bool(config.checkpoint.initial_load_path)  # with the weights, whose rows are so many
+    is_given = bool(config.checkpoint.initial_load_path)  # the weights fix the number of rows
     fix = "" if is_given else f"; --model.vocab_size {larger} costs less than that"
     return f"model.vocab_size = {size} {why}: {slow}{fix}"
 
 
 def no_login(config: Config) -> str | None:
-    """Say so if a run is to be recorded on wandb's server, and this host has no key for it."""
+    """Return a warning if a run is to be recorded on wandb's server, and this host has no key for it."""
     if config.metrics.wandb != "online" or has_login():
         return None
     why = "no key for wandb's server is found on this host, so that the run is recorded offline"
@@ -109,7 +112,7 @@ def no_login(config: Config) -> str | None:
 
 
 def unread_environment(config: Config) -> tuple[str, ...]:
-    """Name variables that wandb would read, where the config, which counts, says another value."""
+    """Return a hint for each environment variable of wandb that is ignored, as the config has another value."""
     says = {
         "WANDB_PROJECT": ("metrics.wandb_project", config.metrics.wandb_project),
         "WANDB_MODE": ("metrics.wandb", config.metrics.wandb),
@@ -126,7 +129,7 @@ def unread_environment(config: Config) -> tuple[str, ...]:
 
 
 def no_export(config: Config, dims: ModelDims) -> str | None:
-    """Say so if a shipped architecture's model has experts or a cap that no class of transformers computes."""
+    """Return a hint if the model cannot be exported: no class of transformers computes its experts or its cap."""
     if config.model.file or not (wrong := without_place(config.model.name, dims)):
         return None
     what = ", ".join(f"{problem.where} = {problem.saw}" for problem in wrong)
@@ -134,7 +137,7 @@ def no_export(config: Config, dims: ModelDims) -> str | None:
 
 
 def cut_schedule(config: Config, table: StageTable) -> str | None:
-    """Say so if a run is too short for its warm-up or its last decay, as a look at a few steps of a long one is."""
+    """Return a notice if the run ends during its warm-up or before its last decay of the learning rate, else None."""
     for n, stage in enumerate(config.data.stage):
         if stage.lr_decay_to is not None and stage.from_tokens > table.rows[-1].asked.from_tokens:
             why = f"the run ends after {table.tokens(table.steps):,} tokens, before the learning rate falls"

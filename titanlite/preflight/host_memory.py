@@ -1,4 +1,4 @@
-"""Check that a host without a GPU has memory for weights, gradients and moments: the least that a run takes."""
+"""Check that a host without a GPU has memory for weights, gradients and moments, the least that a run needs."""
 
 import os
 from pathlib import Path
@@ -8,15 +8,15 @@ from titanlite.config.build import show
 from titanlite.config.schema import Config
 from titanlite.errors import ErrorReport, Problem, describe
 
-_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1 of control groups
+_LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, versions 2 and 1
 _GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
+_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # files in /dev: of NVIDIA, of WSL, of AMD
 
 
 def lack_of_memory(config: Config, whole: int, world: int = 1, on_host: int | None = None) -> ErrorReport | None:
-    """Return the refusal of a start whose weights, gradients and moments this host has no memory for on a CPU.
+    """Return an error message if weights, gradients and moments do not fit in this host's memory, on a CPU; else None.
 
-    Of a replica these are `whole` bytes. `on_host` of the `world` processes are on this host; None: all.
+    One replica of them takes `whole` bytes. `on_host` of the `world` processes are on this host; None: all.
     """
     replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
@@ -35,18 +35,18 @@ def lack_of_memory(config: Config, whole: int, world: int = 1, on_host: int | No
 
 
 def shows_gpus() -> bool:
-    """Tell, without torch, whether this host seems to have GPUs that the process may use."""
+    """Return whether this host seems to have GPUs that the process may use. torch is not needed."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(any(Path("/dev").glob(device)) for device in _DEVICES)
 
 
 def memory_of_host() -> int:
-    """Return the bytes of the machine, or of the control group that this process is confined to."""
+    """Return the bytes of memory of the machine, or the lower limit of a control group of this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):  # "" is version 2, which has all of them in one tree
+        if controllers not in ("", "memory"):  # "" is version 2, with one tree for all controllers
             continue
         own = _TREE / controllers / path.lstrip("/")
         for file in (folder / name for folder in (own, *own.parents) for name in _LIMITS):

@@ -1,6 +1,6 @@
-"""Say what a run is planned for, and how fast that is: the GPUs of this host, others that are named, or a CPU.
+"""Find what a run is planned for, and its rates: GPUs of this host, GPUs that are named, or a CPU.
 
-torch is imported for the GPUs of this host alone: an unknown name is refused at once.
+torch is imported only to look at the GPUs of this host, so that an unknown name is refused at once.
 """
 
 from dataclasses import dataclass, replace
@@ -14,26 +14,26 @@ from titanlite.preflight.host_memory import memory_of_host, shows_gpus
 CPU = "cpu"
 _FLOPS = ("matmul_alone", "matmul_beside_collectives", "float8_fast", "float8_split")
 _BYTES, _LINKS = ("memory", "optimizer"), ("tensor_parallel", "fsdp")
-_SAME = 0.05  # share by which the memory that a person names may differ from what torch sees: 80 GB are 79.1 GiB
+_SAME = 0.05  # relative difference allowed between a given memory size and the one that torch sees (80 GB: 79.1 GiB)
 
 
 class DataSheet(NamedTuple):
-    """The rates and the memory that the data sheet of a GPU gives."""
+    """Rates and memory of a GPU by its data sheet."""
 
-    board: str  # the name that its driver gives
-    gib: float  # that torch sees of its memory
+    board: str  # name of the GPU as its driver gives it
+    gib: float  # memory as torch sees it, GiB
     flops: float  # TFLOP/s, dense bf16
-    memory: float  # GB/s
+    memory: float  # bandwidth, GB/s
     links: float  # GB/s of NVLink, both directions together
 
 
-_MEASURED = DataSheet("NVIDIA H100 80GB HBM3", 79.1, 989, 3350, 900)  # what the others are held against
+_MEASURED = DataSheet("NVIDIA H100 80GB HBM3", 79.1, 989, 3350, 900)  # the GPU to which others are compared
 DATA_SHEETS = {
     "a100": DataSheet("NVIDIA A100-SXM4-80GB", 79.1, 312, 2039, 600),
     "a100-40gb": DataSheet("NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 600),
     "b200": DataSheet("NVIDIA B200", 178.4, 2250, 8000, 1800),
 }
-"""GPUs that were not measured, for a rough guess. Source: NVIDIA's data sheets of A100 SXM and DGX B200."""
+"""GPUs without measured rates, for a rough estimate. Source: NVIDIA's data sheets of A100 SXM and DGX B200."""
 
 GPU_NAMES = (*DEVICES, *DATA_SHEETS, CPU)
 """The names that `titanlite new --gpu` takes."""
@@ -41,13 +41,13 @@ GPU_NAMES = (*DEVICES, *DATA_SHEETS, CPU)
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a run."""
+    """The GPUs or the CPU that a run is planned for."""
 
-    name: str  # of each device
-    world: int  # their number; of a CPU, that of processes
-    gib: float  # memory of each; of a CPU, of the host
-    rates: Rates | None  # None of a CPU
-    is_measured: bool = True  # on such a GPU; else the rates are another's, scaled by data sheets
+    name: str  # of each GPU, or "CPU"
+    world: int  # number of GPUs, or of processes on a CPU
+    gib: float  # memory of each GPU, or of a CPU's host
+    rates: Rates | None  # None for a CPU
+    is_measured: bool = True  # rates were measured on this GPU; else they are scaled from an H100's
 
     def __str__(self) -> str:
         if self.rates is None:
@@ -57,7 +57,7 @@ class Machine:
 
     @property
     def flags(self) -> str:
-        """Flags of `titanlite plan` for it."""
+        """Return the flags of `titanlite plan` for this machine."""
         if self.rates is None:
             return f"--world {self.world}"
         key = next((key for key in DEVICES if self.rates.device == measured_rates(key).device), None)
@@ -66,10 +66,10 @@ class Machine:
 
 
 def machine_here(world: int | None = None) -> Machine:
-    """Look at the GPUs of this host, or at its memory where it has none; without `world`, all, or one process.
+    """Return the GPUs of this host, or its CPU if it has none. `world` is their number; None: all GPUs, or one process.
 
     Raises:
-        ConfigError: the GPUs are unknown, or whole hosts do not have so many.
+        ConfigError: the GPUs are unknown, or `world` GPUs need several hosts and do not fill them.
     """
     if shows_gpus():
         import torch
@@ -83,10 +83,12 @@ def machine_here(world: int | None = None) -> Machine:
 
 
 def machine_named(gpu: str, gib: float | None, world: int) -> Machine:
-    """Take `world` GPUs by one of `GPU_NAMES`, or "" if only their memory is known; `gib` if it is not the device's.
+    """Return `world` devices. `gpu` is one of `GPU_NAMES`, or "" for the GPU whose memory is nearest to `gib`.
+
+    `gib` is the memory of each device; None: as much as this kind of device has.
 
     Raises:
-        ConfigError: they are unknown, or whole hosts do not have so many.
+        ConfigError: the GPU is unknown, or `world` GPUs need several hosts and do not fill them.
     """
     name, key = gpu.upper(), gpu.lower()
     if key == CPU:
@@ -100,7 +102,7 @@ def machine_named(gpu: str, gib: float | None, world: int) -> Machine:
 
 
 def _key_of_board(name: str, gib: float) -> str:
-    """Return which of `GPU_NAMES` has the name that its driver gives."""
+    """Return the entry of `GPU_NAMES` for a GPU with this name in its driver; raise ConfigError if there is none."""
     from titanlite.observe.peak_flops import dense_bf16_flops  # imports torch
 
     flops = {key: dense_bf16_flops(measured_rates(key).device) for key in DEVICES if key in name.lower()}
@@ -112,7 +114,7 @@ def _key_of_board(name: str, gib: float) -> str:
 
 
 def _gpus(name: str, key: str, gib: float | None, world: int) -> Machine:
-    """Give GPUs their rates and the memory that is named, and refuse a number that whole hosts do not have."""
+    """Return `world` GPUs with rates and memory. Refuse more GPUs than one host has if they do not fill whole hosts."""
     rates = measured_rates(key) if key in DEVICES else _rates_by_data_sheet(DATA_SHEETS[key])
     if gib is None or abs(gib - rates.device_gib) <= _SAME * rates.device_gib:
         gib = rates.device_gib
@@ -124,7 +126,7 @@ def _gpus(name: str, key: str, gib: float | None, world: int) -> Machine:
 
 
 def _rates_by_data_sheet(sheet: DataSheet) -> Rates:
-    """Scale the rates of an H100: matmuls and attention by FLOPs, the rest by bandwidth of memory or links."""
+    """Scale the rates of an H100 to another GPU: matmuls and attention by FLOP/s, the rest by bandwidths."""
     rates = measured_rates("h100")
     flops = sheet.flops / _MEASURED.flops
     shares = dict.fromkeys(_FLOPS, flops)

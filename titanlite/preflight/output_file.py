@@ -1,4 +1,4 @@
-"""Check the files that commands write before what takes long, and tell a failure as one of the flag that names them."""
+"""Check that commands can write their files before they start long work, and name the flag if they cannot."""
 
 import errno
 import os
@@ -12,11 +12,11 @@ from titanlite.observe.metrics import RunError
 
 
 def require_picture(command: str, path: Path, example: str, flag: str = "--out") -> None:
-    """Refuse a picture whose ending names no kind of picture, or that cannot be written, before what takes long.
+    """Refuse a picture whose suffix names no format, or that cannot be written. Call before long work.
 
     Raises:
-        RunError: there is no such kind; `example` is a name of one.
-        ConfigError: as `require_place`.
+        RunError: the suffix names no format. The message proposes `example`, a file name.
+        ConfigError: as `require_place` raises it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -28,10 +28,10 @@ def require_picture(command: str, path: Path, example: str, flag: str = "--out")
 
 
 def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot be written, before what takes long; `makes_folder`: the command makes its folder.
+    """Refuse a file that cannot be written. Call before long work; `makes_folder`: the command creates its folder.
 
     Raises:
-        ConfigError: its folder is missing or cannot be written in, or it is a folder itself.
+        ConfigError: the folder is missing or cannot be written, or the path is a folder.
     """
     number = 0
     if path.is_dir():
@@ -52,7 +52,7 @@ def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
 
 
 def require_new(flag: str, path: Path) -> None:
-    """Refuse a file that exists, or that cannot be written, by the flag that names it."""
+    """Raise ConfigError about the flag that names a file if the file exists or cannot be written."""
     require_place(flag, path)
     if os.path.lexists(path):
         fix = f"remove {path}, or name another"
@@ -61,7 +61,7 @@ def require_new(flag: str, path: Path) -> None:
 
 @contextmanager
 def writable(command: str, flag: str, path: Path) -> Iterator[None]:
-    """Make the folder of a file, and raise a failure to write it as a RunError of the flag that names it."""
+    """Create the folder of a file. Within the context, a failure to write raises RunError about the flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -1,4 +1,4 @@
-"""Run a module of titanlite in processes of its own, with as many ranks as a run had."""
+"""Run a module of titanlite in new processes, with as many ranks as an earlier run had."""
 
 import math
 import subprocess
@@ -11,7 +11,7 @@ _STOP_S = 45.0  # torchrun gives its ranks 30 before it kills them
 
 
 def processes_of(receipt: Any) -> int | None:
-    """Return how many processes a run had, by the layout in the content of its receipt.json; None if it has none."""
+    """Return the number of processes of a run by its receipt.json, parsed; None if the receipt has no layout."""
     try:
         (layout,) = (entry["applied"] for entry in receipt if entry["feature"] == "parallelism")
         n = math.prod(layout.values())
@@ -21,13 +21,13 @@ def processes_of(receipt: Any) -> int | None:
 
 
 def run_again(module: str, arguments: Sequence[str], processes: int) -> int:
-    """Run a module, as `titanlite.train`, to its end on processes of this host; show what it says if it fails.
+    """Run a module such as `titanlite.train` in `processes` new processes on this host; print its output if it fails.
 
     Returns:
         Its exit code.
 
     Raises:
-        KeyboardInterrupt: this process was interrupted; the others have ended, or were told to.
+        KeyboardInterrupt: this process was interrupted. The new processes have ended, or have got a signal to end.
     """
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command = [sys.executable, "-m", *(launcher if processes > 1 else ()), module, *arguments]
@@ -37,7 +37,7 @@ def run_again(module: str, arguments: Sequence[str], processes: int) -> int:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # torchrun ends its ranks at one signal; Ctrl-C would be another
+        start_new_session=True,  # Ctrl-C must not reach torchrun: it gets one signal, below
     ) as started:
         try:
             said, _ = started.communicate()

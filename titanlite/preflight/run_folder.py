@@ -1,12 +1,13 @@
-"""Keep the folder of one run: say where its files are, and keep other runs out.
+"""Manage the folder of one run: name its files, and keep other runs out.
 
 Two mistakes cost more than a crash: a second job that writes into the folder of a running one, and a resumed run that
 is no longer the same run (another model, other data). `RunFolder.claim` refuses both before torch is imported;
-`same_run.py` compares the folder's config with that of the start.
+`same_run.py` compares the folder's config with the config of the start.
 
 The lock is an flock: the kernel drops it when the process ends, however it ends, so that a job restarts after a crash
-without a stale lock. Who deletes it lets another job in; so a run looks before each checkpoint and at its end whether
-the folder is still its own, takes a lock that is gone anew, and ends with a message if another job has come in.
+without a stale lock. Anyone who deletes the lock file lets another job in. So before each checkpoint and at its end a
+run checks that it still has the lock. If the file is gone, the run locks a new one; if another job has come in, the run
+ends with a message.
 """
 
 import errno
@@ -43,11 +44,11 @@ from titanlite.redact import redact_tree, redact_urls
 log = logging.getLogger(__name__)
 
 AT_WORK_S = 60.0
-"""The age up to which a status.json is of a job at work: it is renewed every ten seconds while steps are made."""
+"""Up to this age a status.json shows a running job: during training the file is renewed every ten seconds."""
 
 
 class RunFolder:
-    """Paths of a run's files. Rank 0 claims the folder; other ranks only name it."""
+    """Paths of a run's files, and the lock of its folder. Rank 0 claims the folder; other ranks use only the paths."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -61,19 +62,19 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
         self.tensorboard = self.path / "tensorboard"
-        self._lock: int | None = None  # kept open, and with it the lock, until the process ends
+        self._lock: int | None = None  # descriptor of the lock file; while it is open, the lock is held
 
     def require_ours(self) -> None:
-        """Look whether the lock is where this process took it, if it took one; take it anew where it is gone.
+        """If this process has locked the folder, check that it still has the lock. A deleted lock file is made anew.
 
         Raises:
-            FolderLostError: another job may have begun here, or the folder is gone.
+            FolderLostError: another job may have begun in the folder, or the folder is gone.
         """
         if self._lock is None or is_at(self.path / "lock", self._lock):
             return
-        if self.path.is_dir() and not os.path.lexists(self.path / "lock"):  # a cleaner of old files, say
+        if self.path.is_dir() and not os.path.lexists(self.path / "lock"):  # deleted by a cleaner, say
             before = self._lock
-            with suppress(ConfigError, FileNotFoundError):  # another job is quicker, or the folder goes
+            with suppress(ConfigError, FileNotFoundError):  # another job was quicker, or the folder is gone
                 self._take_lock()
                 os.close(before)
                 log.warning("%s was removed, and is taken anew", self.path / "lock")
@@ -84,17 +85,17 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        """Name the folder of a config's run."""
+        """Return the folder of a config's run."""
         return cls(Path(os.path.expanduser(config.job.dump_folder)) / config.job.name)
 
     def claim(self, config: Config) -> list[str]:
-        """Create the folder, or check that it is this run's, and lock it, on one process; return notices.
+        """Create the folder, or check that it is this run's, and lock it; return notices. Only rank 0 calls this.
 
-        Notices are keys that changed since the run was last started, and a file system without locks.
+        Notices tell of keys that changed since the run was last started, and of a file system without locks.
 
         Raises:
-            ConfigError: the folder, or one in it that is written later, cannot be written; or it is in use, a different
-                run's, not new with `checkpoint.resume = "never"`, or has checkpoints with `checkpoint.enable` false.
+            ConfigError: the folder, or a folder in it, cannot be written; or it is in use, a different run's, not new
+                with `checkpoint.resume = "never"`, or has checkpoints although `checkpoint.enable` is false.
         """
         with self._access_explained(config):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -106,43 +107,44 @@ class RunFolder:
                 raise
 
     def foresee(self, config: Config) -> list[str]:
-        """Say what `claim` would say, and touch nothing; a job that starts now would find a tried lock taken."""
+        """Check as `claim` does, but write and lock nothing: a job that starts meanwhile would find the lock taken."""
         with self._access_explained(config):
             require_writable(self.path)
             return self._check(config)
 
     def require_same(self, config: Config) -> None:
-        """Refuse another run's config, as `claim` does, where the past decides what is read of the data."""
+        """Raise ConfigError, as `claim` does, if the folder is another run's; called before checkpoints are read."""
         with self._access_explained(config):
             changes_since(self.config, config)
 
     def seems_in_use(self) -> str | None:
-        """Say so if a job has just said in `status.json` that it is running; else None."""
+        """Return a message if `status.json` was renewed by a running job within `AT_WORK_S`, else None."""
         try:
             status = read_status(self.status)
             age_s = (datetime.now(UTC) - datetime.fromisoformat(status["updated"])).total_seconds()
             if status["state"] != "running" or age_s > AT_WORK_S:
                 return None
             job = f"process {status['pid']} on {status['host']}, at step {status['step']} {max(0, age_s):.0f} s ago"
-        except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours
+        except (OSError, ValueError, LookupError, TypeError):  # no file, or in another format
             return None
         return f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"
 
     def record(self, config_toml: str, save_list_toml: str | None = None) -> Path | None:
-        """Write `config.toml`, and a save-list that was chosen for this start; return the file of the former config.
+        """Write `config.toml`, and a save-list chosen for this start; return the file that keeps the former config.
 
-        Call once it is certain that the claimed run trains with them. The user part of a URL is left out: who starts a
-        run from what is recorded writes it in again. A former config that differs in more than how far a start goes and
-        from where is kept, with its receipt and chosen save-list, as `config.earlier-1.toml` and so on.
+        Call once it is certain that the claimed run trains with them. The user part of a URL is not written; it must be
+        added by hand to start a run from this file. A former config that differs in a key other than `job.stop_after`
+        and `checkpoint.resume` is kept, with its receipt and chosen save-list, under names such as
+        `config.earlier-1.toml`.
         """
         config_toml = tomli_w.dumps(redact_tree(tomli.loads(config_toml), redact_urls))
         kept: Path | None = None
         was = read_plain(self.config) if os.path.lexists(self.config) else None
         if was is not None and (before := keys_of_training(was)) != keys_of_training(config_toml.encode()):
             kept, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
-            kept.write_bytes(was)  # what stands there is compared at the next start, whatever ends this
+            kept.write_bytes(was)  # a copy: config.toml must be there at the next start
             if before.get("activation_checkpoint.recipe") == "auto" and os.path.lexists(self.save_list):
-                save_list.write_bytes(read_plain(self.save_list))  # which the new config may name
+                save_list.write_bytes(read_plain(self.save_list))  # a copy: the new config may name it
             if self.receipt.exists():
                 self.receipt.rename(receipt)
         if save_list_toml is not None:
@@ -152,17 +154,17 @@ class RunFolder:
 
     @contextmanager
     def write_errors_explained(self) -> Iterator[None]:
-        """Say where and why, and how much room there is, when a file of the run cannot be written.
+        """Within the context, explain why a file of the run cannot be written, and how much disk space is free.
 
         Raises:
-            ConfigError: in place of an OSError of a file in this folder, or of one that can grow no further.
-            FolderLostError: as `require_ours`.
+            ConfigError: in place of an OSError about a file in this folder, or about a full or read-only disk.
+            FolderLostError: as `require_ours` raises it.
         """
         try:
             yield
         except OSError as e:
             is_inside = isinstance(e.filename, str) and Path(e.filename).is_relative_to(self.path)
-            # An open file has no name any more when a write to it fails.
+            # The error of a write to an open file names no file.
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             self.require_ours()
@@ -176,7 +178,7 @@ class RunFolder:
             ) from e
 
     def release(self) -> None:
-        """Drop the lock before the process ends. Without a lock, nothing."""
+        """Release the lock, if this process has it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -213,7 +215,7 @@ class RunFolder:
         return []
 
     def _check(self, config: Config) -> list[str]:
-        """Refuse the folder of another run; return what has changed."""
+        """Refuse a folder that is a different run's or that this config cannot use; return notices of changed keys."""
         notices = changes_since(self.config, config)
         if not config.checkpoint.enable and _has_content(self.checkpoints):
             want = "true: without it this start begins anew, beside the checkpoints of the run that is here"
@@ -242,7 +244,7 @@ class RunFolder:
 
 
 def _holder(content: bytes) -> str:
-    """Say who holds a lock, by what that job has written there."""
+    """Return who holds the lock, from the content that the job has written to the lock file."""
     try:
         who = parse_json(content)
         return f"held by process {who['pid']} on {who['host']}, since {who['start']}"

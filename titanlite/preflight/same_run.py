@@ -1,6 +1,6 @@
-"""Compare the config of a start with the one that its run was last started with: is it still the same run?
+"""Compare the config of a start with the config of the run's last start: is it still the same run?
 
-What defines the run must be equal; any other difference is told. URLs are compared without their user part.
+Keys that define the run must be equal; any other difference is reported. URLs are compared without their user part.
 """
 
 import json
@@ -19,7 +19,7 @@ from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dims
 from titanlite.redact import redact_tree, redact_urls
 
-# What makes a run this run: with another value, its checkpoints would not load, or they and its curves would mean
+# Keys that define a run: with another value its checkpoints would not load, or its checkpoints and curves would mean
 # something else.
 _IDENTITY = (
     "model.",
@@ -33,41 +33,43 @@ _IDENTITY = (
     "training.nudge",
     "optimizer.state_dtype",
 )
-_PATHS = ("data.source", "data.tokenizer")  # what is there has a fingerprint in each checkpoint
+_PATHS = ("data.source", "data.tokenizer")  # each checkpoint has a fingerprint of the content
 
 
 def changes_since(recorded: Path, config: Config) -> list[str]:
-    """Say what differs from the config that a run was last started with: its `config.toml`, which need not exist.
+    """Return a notice for each key that differs from the config of the run's last start.
+
+    `recorded` is the file of that config, which need not exist.
 
     Raises:
-        ConfigError: a difference makes it another run, or the file is damaged.
+        ConfigError: a key that defines the run differs, or the file is damaged.
     """
     try:
         before = dotted(redact_tree(tomli.loads(read_plain(recorded).decode()), redact_urls))
     except FileNotFoundError:
         return []
-    except (ValueError, RecursionError) as e:  # tomli's, or a byte that is no text
+    except (ValueError, RecursionError) as e:  # not TOML, or not UTF-8
         want, fix = "the config of this run", "restore it, or choose another job.name"
         raise ConfigError.of(str(recorded.parent), "config.toml", str(e), want, fix) from None
-    # A key that a former version did not know had, in effect, its default.
+    # A key that is not in the recorded config had its default.
     default = dotted(asdict(Config()))
     was, now = default | before, default | dotted(redact_tree(toml_table(config), redact_urls))
     changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     may_change = ("optimizer.state_dtype",) if config.optimizer.fresh_state else ()
     identity = [key for key in changed if key in now and key.startswith(_IDENTITY) and key not in may_change]
     dims_was, dims_now = _dims(was, config), _dims(now, config)
-    # Models that differ only in how routers are trained are the same.
+    # Models that differ only in the training of routers count as the same.
     is_same_model = {k: lasting(v) for k, v in dims_was.items()} == {k: lasting(v) for k, v in dims_now.items()}
     problems: list[Problem] = []
     is_mixed = [any(key.startswith("data.mixture[") for key in of) for of in (was, now)]
-    if is_mixed[0] != is_mixed[1]:  # neither has what the other says of its data
+    if is_mixed[0] != is_mixed[1]:  # then data.source is missing on one side
         identity = [key for key in identity if key != "data.source"]
         sole = [f"data.source = {_toml(of['data.source'])}" for of in (now, was)]
         saw, want = ("[[data.mixture]]", sole[1]) if is_mixed[1] else (sole[0], "[[data.mixture]]")
         fix = "the old one, or another job.name: with checkpoint.initial_load_path = this run, it goes on from there"
         problems.append(Problem("data", saw, f"{want}, as in {recorded}", fix))
     for key in identity:
-        # A dimension that is not given is the flavor's, and another flavor may have the same ones.
+        # A dimension that is not set comes from the flavor. Two flavors may have the same dimensions.
         name = key.removeprefix("model.")
         saw, want = dims_now.get(name, now[key]), dims_was.get(name, was[key])
         if saw != want and not (key == "model.flavor" and dims_was and is_same_model):
@@ -81,7 +83,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         raise ConfigError(describe(f"{recorded.parent}: output folder of a different run", problems))
     return [
         f"changed since the last start: {key}: {_toml(was.get(key))} → {_toml(now.get(key))}"
-        if key in now or "[" in key  # of a table in a list
+        if key in now or "[" in key  # a key in a list of tables
         else f"{key}: no longer a key, ignored"
         for key in changed
         if key != "job.stop_after"  # where to stop this time is no change of the run
@@ -89,7 +91,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
 
 
 def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the model's dimensions, with overrides; none if its recipe is gone or a value has no legal type."""
+    """Return the model's dimensions by flat config keys; {} if its recipe is gone or a value has the wrong type."""
     keys = {field.name for field in fields(Model)}
     model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
     try:
@@ -100,7 +102,7 @@ def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def keys_of_training(config_toml: bytes) -> dict[str, Any]:
-    """Return the config keys that must not change between starts of one run."""
+    """Return the keys of a config, except `job.stop_after` and `checkpoint.resume`, as `dotted` flattens them."""
     keys = dotted(tomli.loads(config_toml.decode()))
     return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
 
@@ -113,7 +115,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         elif isinstance(value, tuple | list) and value and all(isinstance(each, Mapping) for each in value):
             for n, table in enumerate(cast("Sequence[Mapping[str, Any]]", value)):
-                given = {name: entry for name, entry in table.items() if entry is not None}  # as a file says it
+                given = {name: entry for name, entry in table.items() if entry is not None}  # TOML has no None
                 flat |= dotted(given, f"{prefix}{key}[{n}].")
         else:
             flat[prefix + key] = list(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else value
@@ -121,5 +123,5 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _toml(value: object) -> str:
-    """Write a value as the file has it; a date, which no key has, as a text."""
+    """Return a value as TOML; a date, which no key takes, as a string."""
     return "not given" if value is None else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Find what a start goes on from, and refuse what it would be refused for: before torch, and without the tensors."""
+"""Find the checkpoint from which a run starts, and check that it can. Neither torch nor tensors are loaded."""
 
 from pathlib import Path
 
@@ -20,21 +20,22 @@ from titanlite.preflight.run_folder import RunFolder
 
 
 def check_start(config: Config, inputs: Inputs) -> None:
-    """Raise the TitanliteError of a start on this host, without torch and before a process is started."""
+    """Raise the TitanliteError that a start on this host would raise. torch and other processes are not needed."""
     folder = RunFolder.of(config)
     folder.foresee(config)
     check_cache(inputs, config.data)
-    if config.checkpoint.enable and folder.seems_in_use() is None:  # else its checkpoints come and go
+    if config.checkpoint.enable and folder.seems_in_use() is None:  # else another job adds and deletes checkpoints
         step_to_resume(folder.checkpoints, config.checkpoint.resume)
 
 
 def branch_of(config: Config) -> tuple[Path, int] | None:
-    """Return the checkpoint of another run that a fresh run goes on from; see `branch_point`."""
+    """Return (folder of checkpoints, step) of another run from which a fresh run starts, or None; see `branch_point`.
+    """
     return branch_point(config.checkpoint.initial_load_path, RunFolder.of(config).path)
 
 
 def check_branch_trains(config: Config) -> None:
-    """Refuse a branch that ends where the other run's checkpoint is, or before; its steps are known."""
+    """Refuse a branch of another run that would end at the step of that run's checkpoint, or before it."""
     if (branch := branch_of(config)) is None or branch[1] < (last := last_step(config)):
         return
     key, value = "training.steps", str(last)
@@ -56,7 +57,7 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
 
 
 def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str]:
-    """Refuse too many epochs of a source whose length is known; return a warning of each source with many."""
+    """Refuse too many epochs of a source of known length; return a warning for each source with many epochs."""
     unit_len, tokens = table.unit_len, inputs.tokens
     known = {name: tokens[key] for name, (key, _) in source_keys(config).items() if key in tokens}
     units = {name: max(1, (n - 1) // unit_len) for name, n in known.items()}
@@ -65,9 +66,9 @@ def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str
 
 
 def newest_state(config: Config) -> tuple[Path, SavedState] | None:
-    """Return the checkpoint that a start goes on from, and what it says beside its tensors.
+    """Return the checkpoint from which a start goes on, and its state without tensors; None if there is none.
 
-    None of another run, which a start refuses: who plans one would plan what goes on from there.
+    Also None for a different run's folder, or a checkpoint that cannot be read, which a start refuses elsewhere.
     """
     run = RunFolder.of(config)
     try:
@@ -75,5 +76,5 @@ def newest_state(config: Config) -> tuple[Path, SavedState] | None:
         if (found := start_of(run.checkpoints, config)) is None:
             return None
         return (folder := step_folder(*found)), read_state(folder, found[1])
-    except (CheckpointError, ConfigError):  # what cannot be read is said by those who load it
+    except (CheckpointError, ConfigError):  # reported where it is loaded
         return None
