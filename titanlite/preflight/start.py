@@ -29,8 +29,7 @@ def check_start(config: Config, inputs: Inputs) -> None:
 
 
 def branch_of(config: Config) -> tuple[Path, int] | None:
-    """Return (folder of checkpoints, step) of another run from which a fresh run starts, or None; see `branch_point`.
-    """
+    """Return (checkpoints folder, step) of another run from which a fresh run starts, or None; see `branch_point`."""
     return branch_point(config.checkpoint.initial_load_path, RunFolder.of(config).path)
 
 

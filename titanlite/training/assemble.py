@@ -1,10 +1,10 @@
-"""Assemble a run as one rank has it, up to its weights: for training, and for commands that ask about it.
+"""Assemble the part of a run that one rank has, up to its weights: for training, and for commands that examine a run.
 
     model on the meta device → names in the config → sharding plan, tensor and context parallelism, experts, float8
     (`sharding/split.py`) → memory → activation checkpointing
 
-Every check that needs the model is here: whether patterns, filters and rules name something of it, whether it can be
-split and converted, whether a save-list matches its operations.
+Every check that needs the model is here: whether patterns, filters and rules match something in the model, whether the
+model can be split and converted to float8, and whether a save-list matches its operations.
 """
 
 import math
@@ -61,37 +61,37 @@ from titanlite.update_rules.find import try_rules
 
 @dataclass
 class Assembly:
-    """A run as one rank has it, without weights."""
+    """A run on one rank, without weights."""
 
     asked: CheckedRun
-    model: nn.Module  # on the meta device: this rank's part of each layer, under activation checkpointing
+    model: nn.Module  # on the meta device: this rank's part of each layer, with activation checkpointing
     mesh: Mesh
-    n_elements: int  # of the parameters of all ranks together, shared ones once
-    n_active: int  # of them, how many one token uses
-    settings: Mapping[str, UpdateSettings]  # of each parameter
+    n_elements: int  # of all parameters, over all ranks; a shared parameter counts once
+    n_active: int  # of the parameters that one token uses
+    settings: Mapping[str, UpdateSettings]  # by name of the parameter
     float8: Conversion | None
     memory: MemoryModel
-    no_copy_engines: str | None  # why they do not move blocks, if they are wanted
-    save_list: SaveList | None  # None: a run on the device chooses one, and this device is only named
-    chosen: Choice | None  # the save-list, if it was chosen here to keep to a budget
-    save_list_use: SaveListUse | None  # counts of its rules
+    no_copy_engines: str | None  # why FSDP cannot use copy engines, if the config wants them
+    save_list: SaveList | None  # None: not chosen yet, as the device is only named
+    chosen: Choice | None  # the choice of `save_list`, if it was made here for a memory budget
+    save_list_use: SaveListUse | None  # counts of matches of its rules
     receipt: Receipt
     warnings: tuple[str, ...] = ()  # for the console, before the first step
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The facts about a run that need its model, before a start."""
+    """Facts about a run that are found from its model before a start."""
 
-    rules: Mapping[str, str]  # of each parameter
-    n_elements: int  # as of `Assembly`
+    rules: Mapping[str, str]  # update rules by name of the parameter
+    n_elements: int  # both as in `Assembly`
     n_active: int
-    saved: int  # bytes of a checkpoint
+    saved: int  # bytes of one checkpoint
     no_forecast: Problem | None = None  # why memory, time and collectives are not predicted
 
     @property
     def warning(self) -> str | None:
-        """Return a warning if nothing is predicted of the run."""
+        """Return a warning if memory and time of the run cannot be predicted, else None."""
         why = self.no_forecast
         return why and f"this run trains without a forecast: {why.where.rstrip(':')}: {why.saw}; {why.fix}"
 
@@ -102,11 +102,12 @@ class Foreseen:
 
 
 def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
-    """Assemble a run without memory, for the checks and facts that need its model; without `world` on the fewest
-    processes that it can have.
+    """Assemble a run without memory, for the checks and facts that need its model.
+
+    `world` is the number of processes; None: the fewest that the run can have.
 
     Raises:
-        TitanliteError: see `assembled`; or its initial weights are of another model.
+        TitanliteError: as `assembled` raises it, or the initial weights are of another model.
     """
     config, path = asked.config, asked.config.checkpoint.initial_load_path
     if path and not resumes(config) and branch_of(config) is None:
@@ -118,19 +119,19 @@ def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
 
 
 def device_to_plan_for(gpu: str | None) -> Device:
-    """Return a named device: one of `forecast.device_specs.DEVICES`, or a CPU for None."""
+    """Return the named device for `gpu`, one of `forecast.device_specs.DEVICES`, or a named CPU for None."""
     return named_device() if gpu is None else named_device(gpu, measured_rates(gpu).host)
 
 
 @contextmanager
 def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> Generator[Assembly]:
-    """Assemble a run as the first rank of a fake world, and be that rank within a context.
+    """Assemble a run as rank 0 of a fake process group, which exists within the context.
 
-    Without `world` it is the smallest that the run can have; without `gpu` the device is an unknown one that can run
-    the float8 recipe.
+    `world` is its size; None: the smallest that the run can have. `gpu` names the device; None: an unknown device that
+    can run the float8 recipe.
 
     Raises:
-        TitanliteError: see `assemble`; or no save-list keeps to the budget.
+        TitanliteError: as `assemble` raises it, or no save-list keeps to the memory budget.
     """
     mesh = asked.config.parallelism
     t, cp, shards = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.data_parallel_shard_degree
@@ -144,26 +145,26 @@ def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> G
 
 
 def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Assembly:
-    """Assemble a run up to its weights, or only the blocks of these numbers. The process group exists.
+    """Assemble a run up to its weights; with `blocks`, only the blocks with these numbers. The process group exists.
 
     Raises:
-        TitanliteError: a user's update rule fails when it is tried; the model cannot be built or split; a pattern
-            matches no parameter or no layer; an optimizer group takes no parameter, or one that its rule is not for,
-            or a parameter has no group; float8 converts no layer, not all that it should, a layer that is to be fused,
-            or a weight that FSDP cannot gather; a save-list names no operation of torch, keeps an elementwise one, or
-            has a rule that matches nothing.
+        TitanliteError: a user's update rule fails when it is tried. The model cannot be built or split. A pattern
+            matches no parameter or layer. An optimizer group has no parameter, or one that its rule cannot update, or a
+            parameter has no group. float8 converts no layer, fewer than it should, one that is to be fused, or a weight
+            that FSDP cannot gather. A save-list names no operation of torch, keeps an elementwise one, or has a rule
+            without a match.
     """
     config, dims, float8 = asked.config, asked.dims, asked.float8
 
-    # The model, and what the config names of it.
+    # The model, and checks of the names in the config.
     own = asked.optimizer.own_rules
     try_rules((own[group.rule], group.own) for group in asked.optimizer.groups.values() if group.rule in own)
     model = build_model(config.model, dims, longest_seq_len(config))
     settings, counts = _find_what_is_named(asked, model), count_parameters(model)
-    of_blocks = None  # all; a user's file may have more or fewer blocks than its recipe says
+    of_blocks = None  # None: all; a user's file may have more or fewer blocks than its recipe
     if blocks is not None:
         for n in {*range(dims.n_layers)}.difference(blocks):
-            del model.layers._modules[str(n)]  # other blocks keep their names
+            del model.layers._modules[str(n)]  # the remaining blocks keep their names
         of_blocks = asked.save_list and [asked.save_list.active(dims.n_layers)[n] for n in blocks]
 
     # The mesh, and this rank's part of each layer, in float8 where the recipe converts it.
@@ -185,7 +186,7 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
         cost = emulation_cost(converted, device)
         warnings = (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()
 
-    # What it takes of memory, and the activations that are kept for backward.
+    # A model of its memory, and activation checkpointing.
     is_known = device.is_gpu or not device.is_named
     why = no_copy_engines(mesh) if is_known and uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why else config.parallelism
@@ -206,7 +207,7 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
 
 
 def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, UpdateSettings]:
-    """Return the settings of each parameter; refuse patterns, filters and rules that name nothing of the model."""
+    """Return the settings of each parameter; refuse patterns, filters and rules that match nothing in the model."""
     config, origin, save_list = asked.config, asked.origin, asked.save_list
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear | GroupedProjection)]
     in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
@@ -234,7 +235,7 @@ def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, Update
 
 
 def _check_converted(asked: CheckedRun, done: Conversion) -> None:
-    """Refuse a recipe that converts no layer, not all that the filters allow, or every layer that is to be fused."""
+    """Refuse a float8 recipe that converts no layer, fewer than the filters allow, or all layers to be fused."""
     config, problems, why = asked.config, Problems(asked.origin), asked.float8 and obstacle(asked.float8)
     filters, recipe = config.float8.filter_fqns, show(config.float8.recipe)
     odd = odd_sizes(done.skipped, filters)
@@ -257,9 +258,9 @@ def _check_converted(asked: CheckedRun, done: Conversion) -> None:
 
 
 def _choose_save_list(asked: CheckedRun, model: nn.Module, memory: MemoryModel, mesh: Mesh) -> Choice:
-    """Time a block on every rank; rank 0 chooses for all."""
+    """Time one block on every rank, and let rank 0 choose a save-list for all ranks. Collective."""
     budget = asked.config.activation_checkpoint.budget_gib
-    assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+    assert budget is not None  # noqa: S101  # checked in `config/check.py`
     began = time.monotonic()
     context = token_group(mesh, windows_of(model))
     times = time_block(model.layers[0], memory.run, context, mesh.device)  # type: ignore[arg-type]

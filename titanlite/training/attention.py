@@ -1,9 +1,9 @@
-"""Choose the attention kernel: FlashAttention-4 where it is installed, serves the device and is right; else torch's.
+"""Choose the attention kernel: FlashAttention-4 if it is installed, supports the device and is right; else torch's.
 
-Its releases work with a narrow range of other packages, and a wrong kernel raises nothing. So the first run on a host
-computes one small case, in some seconds, compares it with the definition, and records the versions that passed.
+A release of FlashAttention-4 works with few versions of other packages, and a wrong kernel raises no error. So the
+first run on a host compares a small case with the definition, in some seconds, and records the versions that passed.
 
-Of torch's kernels `torch_order` has the order for whole samples; documents and windows have FlexAttention
+`torch_order` orders torch's kernels for whole samples. Documents and windows use torch's FlexAttention
 (`kernels/attention.py`).
 """
 
@@ -29,11 +29,11 @@ from titanlite.receipt import Entry, Skipped
 
 _PASSED = Path("~/.cache/titanlite/attention.json")
 _INSTALL = "pip install -e '.[gpu]'"
-_LENGTHS = (100, 1, 155), (130, 1, 285)  # of the pieces of queries, and of keys, in the small case
+_LENGTHS = (100, 1, 155), (130, 1, 285)  # tokens of each piece in the small case: queries, keys
 
 
 def torch_order() -> AbstractContextManager[object]:
-    """Prefer torch's kernels by their speed (`scripts/bench/attention.py`); training runs within this context."""
+    """Return a context, for training, that orders torch's kernels by speed (`scripts/bench/attention.py`)."""
     order = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -46,10 +46,11 @@ def torch_order() -> AbstractContextManager[object]:
 def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
     """Enable FlashAttention-4 on all ranks or on none; collective.
 
-    Of a GPU that is only named, the package is taken to be installed.
+    On a named GPU the package is assumed to be installed.
 
     Returns:
-        The receipt's entry: skipped if it is not installed or does not serve device or model; missed if it is wrong.
+        The receipt's entry: skipped if the package is not installed or does not support the device or model; missed if
+        its results are wrong.
     """
     name, served = "flash_attention_4", flash_attention_4.WIDTHS.get((device.capability or (0, 0))[0], ())
     flash_attention_4.serve(())
@@ -66,7 +67,7 @@ def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
         except importlib.metadata.PackageNotFoundError as error:
             why = f"{error.name} is not installed, and documents and windows attend at half the rate: {_INSTALL}"
     of_ranks = [(why, broken)] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (why, broken))  # hosts may have other packages
+    dist.all_gather_object(of_ranks, (why, broken))  # hosts may have different packages
     why, broken = (next(filter(None, of), "") for of in zip(*of_ranks, strict=True))
     if broken:
         return Entry(name, "auto", "not used", count=0, missed=[Skipped("attention", broken)])
@@ -77,7 +78,7 @@ def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
 
 
 def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Return what is wrong with an installation, "" for nothing; these versions may have passed before."""
+    """Return what is wrong with an installed FlashAttention-4, or "". Versions that passed before are not tested."""
     on, heads = f"torch {torch.__version__}, {device.name}", f"{heads_of_key} × {width}"
     of = f"{versions}, {on}, {dtype}, {heads}"
     path, passed = _PASSED.expanduser(), list[str]()
@@ -86,22 +87,23 @@ def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, h
     try:
         flash_attention_4.package()
         wrong = "" if of in passed else _wrong(device.of_tensors, dtype, width, heads_of_key)
-    except Exception as error:  # an installation that does not work raises anything
+    except Exception as error:  # a broken installation may raise any error
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if wrong:
         return f"{wrong}; {_INSTALL} brings versions that fit, and without flash-attn-4 torch's kernels attend"
     if of not in passed:
-        with suppress(OSError):  # then it is computed again
+        with suppress(OSError):  # without a record the next run tests again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, json.dumps([*passed, of], indent=1) + "\n", by=f".{os.getpid()}")
     return ""
 
 
 def _wrong(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Compute pieces and whole samples forward and backward; return which result differs by more than rounding.
+    """Compute pieces and whole samples forward and backward; return which result has more than rounding errors, or "".
 
-    Attention weights and gradients of scores are rounded to 16 bits before they are multiplied, and results once more:
-    three roundings of half an eps, of sums that do not cancel in norm.
+    The bound of 1.5 eps on the norm is for three roundings to 16 bits, of half an eps each: of attention weights and
+    gradients of scores before they are multiplied, and of results. `heads_of_key`: heads of queries for each head of
+    keys.
     """
     K, (queries, keys) = 2, _LENGTHS
     random, M, N = torch.Generator(device).manual_seed(0), sum(queries), sum(keys)

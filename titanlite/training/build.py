@@ -43,13 +43,13 @@ class Run(Assembly):
 
     save_list: SaveList
     save_list_use: SaveListUse
-    predicted: Memory | None  # the peak; None: it cannot be predicted
+    predicted: Memory | None  # peak of memory; None: it cannot be predicted
     parameters: list[nn.Parameter]
     loss: Callable[..., Tensor]
     optimizer: ShardedOptimizer
-    kept_state: dict[str, object]  # of checkpointed blocks, before the first step
-    routers: Routers | None  # of a mixture of experts
-    average: WeightAverage | None  # of the weights, with `optimizer.ema_decay`
+    kept_state: dict[str, object]  # buffers and numbers of checkpointed blocks, before the first step
+    routers: Routers | None  # None without experts
+    average: WeightAverage | None  # None without `optimizer.ema_decay`
 
     @property
     def config(self) -> Config:
@@ -63,17 +63,17 @@ class Run(Assembly):
 
 
 def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Run:
-    """Build a run with fresh weights; arguments as of `assemble`.
+    """Build a run with fresh weights. Arguments are as in `assemble`.
 
-    On a device that is only named weights have no values, and nothing is compiled.
+    On a named device weights have no values, and nothing is compiled.
     """
     config, dims = asked.config, asked.dims
-    if config.training.deterministic and not device.is_named:  # the call loads the compiler, with False, too
+    if config.training.deterministic and not device.is_named:  # the call loads the compiler, even with False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
     made = assemble(asked, device, blocks)
     model, mesh, memory, receipt, save_list = made.model, made.mesh, made.memory, made.receipt, made.save_list
-    assert save_list is not None and made.save_list_use is not None  # noqa: S101, PT018  # a named device is given one
+    assert save_list is not None and made.save_list_use is not None  # noqa: S101, PT018  # given on named devices
     if config.compile.enable and not device.is_named:
         apply_compile(model)
     predicted = None if device.is_named else _peak(memory, save_list)
@@ -88,9 +88,9 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
         if not device.is_named:
             fill_buffers(model)
             initialise(model, config.training.seed)
-            # For dropout, say: tensor-parallel ranks draw the same numbers.
+            # Seed the generators, e.g. for dropout: tensor-parallel ranks draw the same numbers.
             seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator takes 32 bits
-        finalize(model, config, mesh)  # before the optimizer: it may move shards
+        finalize(model, config, mesh)  # before the optimizer is made, as `finalize` may move shards
         named = dict(model.named_parameters())
         parameters = list(named.values())
         precompute_scales(parameters, mesh.fsdp)
@@ -112,7 +112,7 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
 
 
 def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
-    """Predict the peak; None if a list keeps operations that it does not name, or the model cannot be traced."""
+    """Predict peak memory; None if a save-list keeps operations without naming them, or the model cannot be traced."""
     with suppress(RecipeError):
         return memory.peak_under(save_list)
     return None

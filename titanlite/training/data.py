@@ -29,14 +29,14 @@ from titanlite.receipt import Entry, Receipt, Skipped
 
 @dataclass(frozen=True)
 class Corpora:
-    """The corpora of a run."""
+    """The tokenized sources of a run."""
 
-    train: Mapping[str, Corpus]  # by the name of the source, "" for `data.source`
+    train: Mapping[str, Corpus]  # by name of the source, "" for `data.source`
     keys: Mapping[str, str]  # config key of each source of `train`, by its name
-    held_out: dict[str, Corpus]  # of validation, by key
-    growing: dict[str, Corpus]  # tokenized in the background when this start began, by key
-    packed: dict[str, PackedSamples]  # by name, with `data.packing`
-    making: BackgroundPreparation | None = None  # makes `growing`, on the first rank of a host
+    held_out: dict[str, Corpus]  # for validation, by config key
+    growing: dict[str, Corpus]  # still being tokenized when this start began, by config key
+    packed: dict[str, PackedSamples]  # by name of the source, with `data.packing`
+    making: BackgroundPreparation | None = None  # tokenizes `growing`; on the first rank of a host
 
     @property
     def sources(self) -> dict[str, Corpus]:
@@ -45,7 +45,7 @@ class Corpora:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return hashes of the training data as checkpoints have them; of tokens, "" if they are not known yet."""
+        """Return hashes of the training data for checkpoints; "" for tokens that are still being made."""
         return {
             "corpora": {name: shards.fingerprint for name, shards in self.train.items()},
             "inputs": {name: shards.inputs for name, shards in self.train.items()},
@@ -64,14 +64,16 @@ class Corpora:
 
 
 class HeldOut(NamedTuple):
-    """The batches of a held-out source."""
+    """The batches of a held-out source, for validation."""
 
     batches: ValidationBatches
-    tokens_per_byte: float | None  # of its text; None: not known
+    tokens_per_byte: float | None  # of its text; None: unknown
 
     def numbers(self, name: str, loss: float, of: str = "") -> dict[str, float]:
-        """Return metrics of a mean loss in nats per token by their keys, which end in "_ema" for the average of
-        weights, and in the name of the source, "" for `validation.source`.
+        """Return the validation metrics of a mean loss, in nats per token, by key.
+
+        `name` and `of` end the keys. `name`: of the source, "" for `validation.source`. `of`: "_ema" for averaged
+        weights.
         """
         end = of + (f".{name}" if name else "")
         found = {f"validation_loss{end}": loss}
@@ -81,7 +83,7 @@ class HeldOut(NamedTuple):
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
-    """Prepare the sources of a run, or begin to in the background; prepared ones are used again."""
+    """Tokenize the sources of a run, or start to in the background. Sources that are already tokenized are reused."""
     config, vocab_size = asked.config, asked.dims.vocab_size
     train, making = dict[str, Corpus](), None
     keys = {name: key for name, (key, _) in source_keys(config).items()}
@@ -91,7 +93,7 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
         else:
             train[name] = prepare(source, config.data, vocab_size, progress=progress, key=key)
     growing = {keys[name]: shards for name, shards in train.items() if not shards.is_whole}
-    if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one on each host
+    if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one process per host
         making = BackgroundPreparation(growing, config.data, vocab_size)
     held_out = {
         key: prepare(source, config.data, vocab_size, progress=progress, key=key)
@@ -105,8 +107,8 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
 
 
 def require_same_data(data: Corpora) -> None:
-    """Raise DataError on every rank if ranks have different data, as from other files or another Python."""
-    for key, corpus in data.sources.items():  # with unequal validation, ranks would wait for each other
+    """Raise DataError on all ranks if ranks have different data, as from other files or Python versions. Collective."""
+    for key, corpus in data.sources.items():  # unequal validation data would make ranks wait forever
         of_ranks: list[str] = on_all_ranks(partial(getattr, corpus, "fingerprint"))
         if not all(of_ranks):  # still being tokenized
             of_ranks = on_all_ranks(partial(getattr, corpus, "inputs"))
@@ -119,7 +121,7 @@ def require_same_data(data: Corpora) -> None:
 
 
 def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Console, rank: int) -> None:
-    """Report each source on the console, unless the checks have, and in the receipt."""
+    """Report each source in the receipt and on the console. Warnings from the checks are not repeated."""
     for key, source in data.sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
@@ -142,19 +144,20 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
 
 
 def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
-    """Return the receipt's entry of a source: its tokens, and what was left out. It may still be tokenized in the
-    background, or was, with `grew`.
+    """Return the receipt's entry of a source: its tokens, and parts that were left out.
+
+    `grew`: the source is, or was, tokenized in the background during this start.
     """
     applied: dict[str, object] = {"prepare": "background"} if grew else {}
     if not corpus.is_whole:
         return Entry(key, corpus.source, applied | {"tokens_so_far": corpus.tokens}, count=1)
     meta = corpus.meta
     applied |= {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
-    if not meta.source.startswith("hf:"):  # whose splits are one line
+    if not meta.source.startswith("hf:"):  # else `skipped` names splits
         applied["skipped_files"] = len(meta.skipped)
-    if meta.tokenizer:  # token files do not say where a document ends
+    if meta.tokenizer:  # unknown for token files
         applied["documents"] = meta.documents
-    if meta.text_bytes and key.startswith("validation"):  # of others no bits per byte are computed
+    if meta.text_bytes and key.startswith("validation"):  # only for validation are bits per byte computed
         applied["text_bytes"] = meta.text_bytes
     left_out = [Skipped(record, "a bad record", is_told=True) for record in named_bad_records(meta)]
     rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
@@ -170,10 +173,10 @@ def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
 def open_batches(
     data: Corpora, asked: CheckedRun, mesh: Mesh, table: StageTable, step: int, windows: Sequence[int]
 ) -> tuple[TrainBatches, dict[str, HeldOut]]:
-    """Begin to read this rank's batches after a step; windows are of the model's layers, 0 for none.
+    """Begin to read this rank's batches after `step`. `windows`: attention window of each layer, 0 for none.
 
     Returns:
-        Training batches, to be closed; batches of each held-out source, by its name.
+        Training batches, which the caller closes; batches of each held-out source, by its name.
 
     Raises:
         DataError: a source has too few tokens.
@@ -210,7 +213,7 @@ def open_batches(
 
 
 def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:
-    """Return the receipt's entry of the document mask, after a step."""
+    """Return the receipt's entry of the document mask. Call after the first step."""
     if not config.data.document_mask:
         return Entry("data.document_mask", False, False, count=0)
     separators = {key: shards.separator for key, shards in data.sources.items() if shards.separator is not None}

@@ -1,9 +1,9 @@
 """Check the hashes of token shards once per start, while training goes on.
 
-A thread checks this rank's share of the host's blocks; `Corpus.read` checks any other block before it is read, so that
-the first step waits for a few blocks only. A rank that finds damage asks all ranks to stop, as a signal does, and takes
-part with padding in the steps until then, of which nothing is kept; then all raise its error. A growing corpus that
-nobody makes any more ends the run, too, but its tokens so far are right, and the steps are saved first.
+A thread checks this rank's share of the blocks on its host. `Corpus.read` checks any other block before reading it, so
+that the first step waits for a few blocks only. A rank that finds damage asks all ranks to stop, as a signal does.
+Until they stop it takes part in steps with padding, and these steps are discarded. Then all ranks raise its error. If a
+growing corpus is no longer being made, the run ends, too. Its tokens so far are valid, and the steps are saved first.
 """
 
 import os
@@ -16,28 +16,28 @@ from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.data.corpus import Corpus
 from titanlite.errors import DataError, NoMoreDataError
 
-_LOOK_SECONDS = 0.5  # between looks at what is still being made
+_LOOK_SECONDS = 0.5  # between looks at corpora that are still being made
 
 
 class DataCheck:
-    """Checks a run's corpora, in order, on one rank."""
+    """Checks a run's corpora, one after another, on one rank."""
 
     def __init__(self, corpora: Sequence[Corpus]) -> None:
-        self.met: DataError | None = None  # raised in place of a batch; the feed sets it
+        self.met: DataError | None = None  # error in place of a batch; set by the feed
         self._corpora, self._closing = corpora, threading.Event()
         self._thread = ThreadPoolExecutor(1, "data_check")
         self._checking = self._thread.submit(self._check)
 
     @property
     def found(self) -> BaseException | None:
-        """Return the error that this rank has found so far: a shard has changed or cannot be read."""
+        """Return the error that this rank has found so far, e.g. that a shard has changed; None if there is none."""
         return self.met or (self._checking.exception() if self._checking.done() else None)
 
     def tell(self) -> NoMoreDataError | None:
-        """Exchange what ranks have found; collective.
+        """Exchange the errors that ranks have found. Collective.
 
         Returns:
-            The error that there will be no more data; None if nothing is wrong.
+            The error that a source has no more data; None if nothing is wrong.
 
         Raises:
             DataError: on all ranks, a shard has changed or cannot be read.
@@ -53,7 +53,7 @@ class DataCheck:
         return NoMoreDataError("\n".join(dict.fromkeys(said))) if said else None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that checks blocks."""
         self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -70,7 +70,7 @@ class DataCheck:
                 corpus.check(file, block)
                 for other in growing:
                     other.poll()
-        while growing := [corpus for corpus in growing if not corpus.is_whole]:  # just written: no hash to check
+        while growing := [corpus for corpus in growing if not corpus.is_whole]:  # new tokens need no check of hashes
             for corpus in growing:
                 corpus.poll()
             if self._closing.wait(_LOOK_SECONDS):

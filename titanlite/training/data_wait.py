@@ -1,4 +1,4 @@
-"""Wait for data that is still being tokenized: report it, and keep the watchdog quiet while tokenization progresses."""
+"""Report waits for data that is still being tokenized, and keep the watchdog quiet while tokenization progresses."""
 
 import time
 from collections.abc import Callable
@@ -10,26 +10,26 @@ from titanlite.observe.shared_wait import SharedWait
 from titanlite.receipt import Receipt
 from titanlite.training.data import Corpora, data_entry, require_same_data
 
-_TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # of a wait, before it is reported; between two reports
+_TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # of a wait before its first report; between two reports
 
 
 @dataclass
 class DataWait:
-    """The reports of a rank while training waits for the tokenization, and when that ends."""
+    """Reports waits of one rank for the tokenization, and the end of the tokenization."""
 
     data: Corpora
     vocab_size: int
     receipt: Receipt
     console: Console
     is_first: bool  # rank 0, which warns
-    shared: SharedWait | None  # tells other ranks of a wait; None: there are none
+    shared: SharedWait | None  # tells other ranks of a wait; None: there are no other ranks
     _activity: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     _ended: set[str] = field(default_factory=set[str])  # keys of corpora whose end is reported
     _told: float = 0.0
 
     def wait(self, seconds: float, alive: Callable[[], object]) -> None:
-        """Report a wait of so many seconds; called about once a second while a batch is waited for. If tokenization has
-        progressed since the last call, `alive` is called.
+        """Report that a batch has been waited for during `seconds`; called about once a second. If tokenization has
+        progressed since the last call, call `alive`, which resets the watchdog.
         """
         growing = {key: shards for key, shards in self.data.growing.items() if not shards.is_whole}
         activity = {key: shards.activity for key, shards in growing.items()}
@@ -56,14 +56,14 @@ class DataWait:
                 self.console.warning(text)
 
     def close(self) -> None:
-        """Report at the end of a run how far each corpus is; of one that is not whole, in the receipt alone."""
+        """At the end of a run, report how far each corpus is tokenized; an incomplete corpus only in the receipt."""
         self.tell_of_ends()
         for key, shards in self.data.growing.items():
             if not shards.is_whole:
                 self.receipt.replace(data_entry(key, shards, grew=True))
 
     def others_stop(self) -> bool:
-        """Return whether another rank is asked to stop, which may wait for this one in the step."""
+        """Return whether another rank was asked to stop. In a step it may be waiting for this rank."""
         return self.shared is not None and self.shared.is_stopped()
 
     def check_ranks(self) -> None:

@@ -1,4 +1,4 @@
-"""Read and encode the tasks of a run on every rank, and add them to the receipt."""
+"""Read and encode the evaluation tasks of a run on every rank, and add them to the receipt."""
 
 import torch.distributed as dist
 
@@ -26,16 +26,16 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator, int] | None
     read: list[EncodedTask] = []
 
     def read_here() -> list[str]:
-        data = config.data  # whose sources may all be token files
+        data = config.data  # if all its sources are token files, they have no tokenizer
         tokenizer = asked.inputs.tokenizer or load_tokenizer(data.tokenizer, data.add_bos_token)
         for task in load_tasks(config.evaluation.tasks):
             read.append(encode_task(task, tokenizer, config.training.seq_len))
         return [encoded.task.fingerprint for encoded in read]
 
     require_same_questions(on_all_ranks(read_here))
-    # Each rank has whole questions, under context parallelism, too.
+    # No question is split over ranks, even under context parallelism.
     shape = {"seq_len": config.training.seq_len, "tokens": tokens_of_rank(config)}
-    # A user's model may compute positions from S alone.
+    # A user's model may compute positions from the sequence length alone.
     of_model = {"whole_rows": bool(config.model.file), "softcap": run.dims.logit_softcap}
     evaluation = Evaluator(read, **shape, **of_model)
     freq = interval(config, dist.get_world_size(), evaluation.row_tokens)

@@ -1,7 +1,7 @@
-"""Give each step the batches of this rank; padding, if it has none in time.
+"""Give each step the batches of this rank, or padding if the rank has no data.
 
-A rank without data takes part with padding in a step that no rank keeps, in which every rank learns that one lacked
-data. Its reason, damage or the end of the data, is exchanged afterwards (`data_check.py`).
+With padding a rank without data can take part in a step. In this step every rank learns that some rank lacked data, and
+all discard it. The reason, damage or the end of the data, is exchanged afterwards (`data_check.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,28 +21,28 @@ from titanlite.training.data_wait import DataWait
 
 
 class _StopAskedError(Exception):
-    """This run is asked to stop, and waits for data."""
+    """The run was asked to stop while this rank waits for data."""
 
 
 @dataclass
 class Feed:
-    """The data of a run, as the loop takes it."""
+    """Gives the training loop the batches of a run."""
 
     batches: TrainBatches
     check: DataCheck
     wait: DataWait
-    context: DeviceMesh | None  # of the ranks that share this rank's tokens; None: it has all of them
+    context: DeviceMesh | None  # of the ranks that split sequences with this rank; None: sequences are not split
     watchdog: Watchdog
     stops: Callable[[], bool]  # whether this rank is asked to stop, as by a signal
-    is_empty: bool = False  # from now on this rank has padding
+    is_empty: bool = False  # whether this rank has run out of data, and gives padding
 
     @property
     def asks_to_stop(self) -> bool:
-        """Return whether this rank is asked to stop, or has no more data."""
+        """Return whether this rank is asked to stop, has no more data or has found damaged data."""
         return self.stops() or self.is_empty or self.check.found is not None
 
     def next(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step; padding in the first one without data, and in all steps after it."""
+        """Return the micro-batches of a step. From the first step without data on they are padding."""
         found: list[Batch] = []
         if not self.is_empty:
             try:
@@ -56,10 +56,10 @@ class Feed:
         return self.batches.padding(step) if self.is_empty else found
 
     def held_out(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
-        """Iterate over the batches of a validation; padding from the first damaged one on."""
+        """Yield the batches of a validation; padding in place of the first damaged batch and all later batches."""
         found, is_damaged = iter(batches), False
         for _ in range(len(batches)):
-            self.watchdog.progress(step, "validation")  # the limit is of one batch
+            self.watchdog.progress(step, "validation")  # the time limit is per batch
             batch = None
             if not is_damaged:
                 try:
@@ -70,7 +70,9 @@ class Feed:
             yield batches.padding() if is_damaged or batch is None else batch
 
     def _one_lacks(self, lacks: bool) -> bool:
-        """Return whether one of the ranks that share tokens lacks a batch: then all of them take padding."""
+        """Return whether any rank that splits sequences with this rank lacks a batch: then all of these ranks use
+        padding.
+        """
         if self.context is None:
             return lacks
         of_any = torch.tensor(int(lacks))

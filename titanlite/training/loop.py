@@ -1,6 +1,6 @@
 """The training loop: step, validate, evaluate, save, stop.
 
-Reading order of training: `training/train.py` makes ready, `build.py` builds the run, this file repeats `step.py`.
+Reading order of training: `training/train.py` prepares, `build.py` builds the run, this file repeats `step.py`.
 """
 
 import time
@@ -38,7 +38,7 @@ from titanlite.training.step import train_step, validation_loss
 
 
 class _Due(NamedTuple):
-    """The work after a step, before the next one."""
+    """The work that is due between a step and the next step."""
 
     measures: list[Callable[[int], None]]
     numerics: bool
@@ -48,22 +48,22 @@ class _Due(NamedTuple):
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run, and everything that its loop calls."""
+    """The training loop of a run, with the objects that it calls."""
 
     run: Run
     feed: Feed
-    validation: dict[str, HeldOut]  # by the name of the source, "" for `validation.source`
-    evaluation: tuple[Evaluator, int] | None  # with the steps between two evaluations
+    validation: dict[str, HeldOut]  # by name of the source, "" for `validation.source`
+    evaluation: tuple[Evaluator, int] | None  # and the number of steps between two evaluations
     checkpoints: Checkpoints
     background: Background | None  # writes checkpoints while training goes on
     report: Report
     profiler: Profiler
     watchdog: Watchdog
     folder: RunFolder
-    identity_of_data: Mapping[str, Any]  # as a checkpoint keeps it
+    identity_of_data: Mapping[str, Any]  # hashes for checkpoints
 
     def train(self, start: int) -> int:
-        """Train from the last step done until the last one, `job.stop_after`, a signal or the end of the data.
+        """Train the steps after `start` until the last step, `job.stop_after`, a signal or the end of the data.
 
         Returns:
             The last step taken.
@@ -73,7 +73,7 @@ class Loop:
         """
         config, report, feed, comm = self.run.config, self.report, self.feed, self.run.config.comm
         windows, last = windows_of(self.run.model), last_step(config)
-        new_shapes = {start + 1, *report.table.first_steps}  # the first steps with batches of a shape
+        new_shapes = {start + 1, *report.table.first_steps}  # each is the first step with some shape of batches
         in_flight = deque[InFlight]()
         stopping, step, done = False, start, start  # `done`: the last step taken
         end_of_data: NoMoreDataError | None = None
@@ -81,7 +81,7 @@ class Loop:
             report.console.notice(idle)
         report.restart_clock()
         for step in range(start + 1, last + 1):
-            # Queue the step. The first one of a shape may compile, so it has the longer limit.
+            # Queue the step. A step with a new shape may compile, so the watchdog gets a longer limit.
             if is_new := step in new_shapes:
                 self.watchdog.set_timeout(comm.init_timeout_seconds)
             self.watchdog.progress(step, "step")
@@ -90,7 +90,7 @@ class Loop:
             in_flight.append(self._queue(step, micro_batches, windows))
             self.profiler.end(step)
 
-            # Read results: one step late, or at once where something relies on them. All ranks read the same numbers.
+            # Read results: one step late, or at once if work after the step needs them. All ranks read equal numbers.
             due = self._due(step, last)
             pauses = any(due) or is_new
             while in_flight and (len(in_flight) > 1 or pauses or stopping or step == last):
@@ -105,7 +105,7 @@ class Loop:
             if stopping and done < step:  # the steps after `done` were not taken: some rank had no data
                 break
 
-            # Do what is due. A run that stops before its last step measures when it is resumed.
+            # Do the work that is due. A run that stops before its last step validates and evaluates when it is resumed.
             if due.trace != "begin":
                 self._profile(step)
             if step == start + 1:
@@ -121,20 +121,20 @@ class Loop:
                 self._profile(step)
             if self.background is not None:
                 self._say_saved(self.background.written())
-            if stopping:  # and saved, above
+            if stopping:  # the checkpoint is saved, above
                 break
             if pauses:
                 self.watchdog.set_timeout(comm.train_timeout_seconds)
                 report.restart_clock()
         feed.wait.close()
-        # Steps that a lack of data cut off before a checkpoint was due are saved now.
+        # If data ended before a checkpoint was due, the steps after the last checkpoint are saved now.
         self._end(done, save=start < done < step and done % config.checkpoint.interval > 0)
         if end_of_data is not None and done < last:
             raise end_of_data
         return done
 
     def _queue(self, step: int, micro_batches: list[Batch], windows: list[int]) -> InFlight:
-        """Queue a step on the device, and the copy of its results."""
+        """Queue a step on the device, and the copy of its results to the host."""
         run, batches, is_due = self.run, self.feed.batches, self.report.is_due(step)
         lr = learning_rate(step, run.config, self.report.table)
         asks, attended = self.feed.asks_to_stop, mean_attended(windows, batches.lengths)
@@ -152,16 +152,16 @@ class Loop:
         )
 
     def _end(self, done: int, save: bool) -> None:
-        """Save the last step if asked to; wait until all checkpoints are written."""
+        """Save a checkpoint of the step `done` if `save` is true; wait until all checkpoints are written."""
         if save and self.run.config.checkpoint.enable:
             self._save(done, validation_due=False, went_on=True)
         if self.background is not None:
             with self._phase(done, "checkpoint", SAVING):
                 self._say_saved(self.background.wait())
-        on_rank_0(self.folder.require_ours)  # else the end of this run must not be written there
+        on_rank_0(self.folder.require_ours)  # no end may be written to the folder of another job
 
     def measures(self, step: int) -> list[Callable[[int], None]]:
-        """Return the measurements that are due after a step: validation, evaluation."""
+        """Return the measurements that are due after a step (validation, evaluation), as functions of the step."""
         config, is_last = self.run.config, step == self.run.config.training.steps
         found: list[Callable[[int], None]] = []
         if self.validation and (is_last or step % config.validation.freq == 0):
@@ -171,7 +171,7 @@ class Loop:
         return found
 
     def evaluate(self, step: int) -> None:
-        """Log the accuracy in each task, the same on every rank."""
+        """Evaluate the model, and log its accuracy in each task, the same on every rank."""
         assert self.evaluation is not None  # noqa: S101
         (evaluator, freq), run, began = self.evaluation, self.run, time.monotonic()
         with self._phase(step, "evaluation", EVALUATION):
@@ -179,7 +179,9 @@ class Loop:
         self.report.evaluation(step, scores, time.monotonic() - began, freq)
 
     def validate(self, step: int) -> None:
-        """Log the mean loss over all targets of each held-out source, the same on every rank and under any layout."""
+        """Log the mean loss over all targets of each held-out source; it is the same on every rank and under any
+        layout.
+        """
         numbers: dict[str, float] = {}
         asked, average = self.run.config.validation.weights, self.run.average
         self.run.model.eval()
@@ -194,7 +196,9 @@ class Loop:
         self.report.log(step, numbers)
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
-        """Return the metrics of each held-out source; `of` is "_ema" for the average of weights, in their keys."""
+        """Return the validation metrics of each held-out source. `of` is part of their keys: "_ema" for averaged
+        weights.
+        """
         numbers: dict[str, float] = {}
         for name, source in self.validation.items():
             total, targets = validation_loss(self.run, self.feed.held_out(source.batches, step)).tolist()
@@ -206,13 +210,15 @@ class Loop:
         return numbers
 
     def float8_numerics(self, step: int, batch: Batch) -> None:
-        """Log the numerics of float8 in each layer, on one batch of each rank; training is not changed."""
+        """Measure float8 numerics in each layer on one micro-batch per rank, and log them. Training is not changed."""
         with self._phase(step, "float8 numerics", NUMERICS):
             given = batch.tokens, self.run.mesh.fsdp, batch.sequences, batch.is_counted
             self.report.log(step, float8_numerics(self.run.model, *given))
 
     def _profile(self, step: int) -> None:
-        """Tell the profiler. All ranks begin and write together, so that none waits for another in its next step."""
+        """Call the profiler. All ranks begin or write a trace together, so that none waits for another in its next
+        step.
+        """
         if self.profiler.edge(step) is None:
             self.profiler.step(step)
             return
@@ -223,25 +229,25 @@ class Loop:
         """Save a checkpoint.
 
         Args:
-            step: the last one done.
-            validation_due: the measurements after this step are still to be made.
-            went_on: later steps have begun, and were not taken: routers have counted their tokens.
+            step: the last step done.
+            validation_due: whether the measurements after this step are still to be made.
+            went_on: whether later steps were begun and discarded, so that the routers' counts include their tokens.
         """
         with self._phase(step, "checkpoint", SAVING):
             if (routers := self.run.routers) is not None and not (went_on or self.report.is_due(step)):
                 tokens = routers.read(routers.seen().tolist()).tokens
-                self.report.experts(step, tokens)  # a resumed run counts from here
+                self.report.experts(step, tokens)  # a resumed run counts from this step on
             on_rank_0(self._sync)
             self.feed.wait.check_ranks()
             state, tensors = self._state(step, validation_due), tensors_of(self.run)
             if self.background is None:
                 self._say_saved(self.checkpoints.save(step, tensors, state))
             else:
-                self._say_saved(self.background.wait())  # raises its error, too
+                self._say_saved(self.background.wait())  # also raises an error of the last save
                 self.background.save(step, tensors, state)
 
     def _state(self, step: int, validation_due: bool) -> SavedState:
-        """Return the part of a checkpoint that is no tensor."""
+        """Return the state that a checkpoint has besides its tensors."""
         table, config, optimizer = self.report.table, self.run.config, self.run.optimizer
         return SavedState(
             samples=table.samples(step),
@@ -259,7 +265,7 @@ class Loop:
         )
 
     def _sync(self) -> None:
-        """Flush rows to disk, on rank 0, which alone has the files."""
+        """Flush the files of metrics to disk. Called on rank 0, which alone has them open."""
         self.folder.require_ours()
         with self.folder.write_errors_explained():
             for observer in self.report.observers:
@@ -271,7 +277,7 @@ class Loop:
 
     @contextmanager
     def _phase(self, step: int, phase: str, mark: str | None = None) -> Iterator[None]:
-        """Tell the watchdog, with its longer limit, and the trace of work between two steps."""
+        """Announce work between two steps to the watchdog, with its longer limit, and mark it in the trace."""
         self.watchdog.progress(step, phase)
         self.watchdog.set_timeout(self.run.config.comm.init_timeout_seconds)
         with span(mark) if mark else nullcontext():

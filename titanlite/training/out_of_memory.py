@@ -1,7 +1,7 @@
-"""Explain that memory is full, or will be: what holds it, what was predicted, and which flags would help.
+"""Explain that memory is full, or will be: what uses it, how much was predicted, and which flags would help.
 
-torch says how much it could not allocate. What holds the rest only the prediction (`forecast/memory.py`) can say: the
-allocator knows sizes and no names.
+torch reports only the size of the allocation that failed. Its allocator has sizes, but no names: what uses the rest is
+known only from the prediction (`forecast/memory.py`).
 """
 
 import math
@@ -21,8 +21,8 @@ from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.search import changes_that_fit
 from titanlite.observe.memory import memory_gib
 
-_MARGIN = 0.95  # the share that must fit of a prediction that was too low
-_OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")  # of symmetric memory, which no allocator caches
+_MARGIN = 0.95  # after a prediction that was too low, flags must reduce it to this share
+_OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")  # for symmetric memory, outside the allocator
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Measured:
     allocated: float
     peak_reserved: float
     peak_allocated: float
-    could_be_reserved: float  # reserved and free; on a CPU, this rank's part of free memory
+    could_be_reserved: float  # reserved + free; on a CPU, allocated + this rank's share of free memory
 
     def __str__(self) -> str:
         return (
@@ -43,7 +43,7 @@ class Measured:
 
 
 def measure(device: torch.device) -> Measured:
-    """Read the memory of this rank: of its GPU, or of the process on a CPU."""
+    """Measure the memory of this rank: of its GPU, or of the process on a CPU."""
     peak_reserved, peak_allocated = memory_gib(device)
     if device.type != "cuda":
         free = _available() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -54,7 +54,7 @@ def measure(device: torch.device) -> Measured:
 
 
 def _available() -> int:
-    """Return the bytes that processes can still get, by Linux's estimate; elsewhere all memory of the machine."""
+    """Return the bytes that processes can still allocate, as Linux estimates; elsewhere all memory of the machine."""
     table = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable: *(\d+) kB$", table.read_text() if table.exists() else "", re.MULTILINE)
     return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -63,8 +63,8 @@ def _available() -> int:
 def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured) -> str | None:
     """Return a warning, before the first step, if a run is predicted not to fit, else None.
 
-    It is measured while this rank holds only weights, moments and symmetric memory. Without a save-list blocks keep as
-    much as `activation_checkpoint.budget_gib` has room for.
+    `measured` is taken while this rank has only weights, moments and symmetric memory. `save_list` is None if one is
+    still to be chosen: then only `activation_checkpoint.budget_gib` is compared with free memory.
     """
     room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
     if save_list is None:
@@ -95,7 +95,7 @@ def explained(model: Callable[[], MemoryModel], save_list: SaveList, device: tor
 
 
 def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> str:
-    """Return lines about what holds the memory of a run, and which flags would make it fit."""
+    """Return a text about what uses the memory of a run, and which flags would make the run fit."""
     lines = [f"    saw:  {measured}"]
     room = measured.could_be_reserved * GIB
     try:
@@ -113,7 +113,7 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
-    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # allocated already
+    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # is allocated already
     if flags := changes_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]

@@ -1,7 +1,7 @@
 """Complete the receipt after the first step, and enforce it.
 
-The entries are read off the run: dtypes off real tensors, the attention back end off torch's choice for this run's
-shapes, memory off the allocator.
+The entries come from the run itself: dtypes from its tensors, the attention backend from torch's choice for its shapes,
+memory from the allocator.
 """
 
 from collections.abc import Iterable
@@ -33,8 +33,9 @@ from titanlite.training.build import Run
 
 
 def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: bool) -> None:
-    """Add the entries that need a step (`is_masked`: one with documents in samples), write the file on rank 0, and
-    enforce it.
+    """Add the entries that need a step, write the file on rank 0, and enforce the receipt.
+
+    `is_masked`: whether samples of the step consist of separate documents.
 
     Raises:
         StrictError: on every rank: a request was not applied, or the run exceeds its memory budget.
@@ -62,14 +63,14 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
 
 
 def add_entries(run: Run, is_masked: bool) -> None:
-    """Add the entries about how a run is built; arguments as of `complete_receipt`."""
+    """Add the entries about how a run is built. Arguments are as in `complete_receipt`."""
     receipt = run.receipt
     receipt.complete()
     receipt.add(_dtypes(run))
     receipt.add(_attention_entry(run, is_masked))
     if mixtures := [m for m in run.model.modules() if isinstance(m, MixtureOfExperts)]:
         receipt.add(_experts_entry(run, mixtures))
-    if not run.mesh.built_for.is_named:  # else nothing is compiled
+    if not run.mesh.built_for.is_named:  # on a named device nothing is compiled
         receipt.add(compile_entry(run.model, run.config.compile.enable))
     receipt.add(_save_list_entry(run))
 
@@ -135,12 +136,12 @@ def _dtypes(run: Run) -> Entry:
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> str:
-    """Name the dtypes of tensors, each once."""
+    """Return the names of the dtypes of tensors, each name once."""
     return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
 
 
 def _attention_entry(run: Run, is_masked: bool) -> Entry:
-    """Return the entry of the attention kernel for this run's shapes and dtype; on a CPU every kernel counts."""
+    """Return the entry of the attention kernel for this run's shapes and dtype. Any kernel on a CPU counts as fused."""
     backend, dtype = _attention_backend(run, is_masked), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or not run.mesh.built_for.is_gpu, ()
     if not fused and dtype == "float32":
@@ -152,7 +153,7 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
 
 
 def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
-    """Return the entry of the experts' kernel: a loop over them is all that a CPU has, and slow on a GPU."""
+    """Return the entry of the experts' kernel. A loop over experts, which a GPU runs slowly, is noted as skipped."""
     device, (first, *_) = run.mesh.built_for, mixtures
     dtype = getattr(torch, run.config.training.mixed_precision_param)
     shapes = [projection.shape_of_expert for projection in (first.w13, first.w2)]
@@ -165,7 +166,7 @@ def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
 
 
 def _attention_backend(run: Run, is_masked: bool) -> str:
-    """Name the kernels that are chosen for this run's shapes and dtype, for each window that layers have."""
+    """Return the names of the attention kernels for this run's shapes and dtype, over the windows of all layers."""
     dims, training = run.dims, run.config.training
     shape, dtype = (training.local_batch_size, training.seq_len), getattr(torch, training.mixed_precision_param)
     # Some kernels have no backward for some shapes, hence requires_grad.

@@ -1,7 +1,7 @@
 """Report each step: copy its results from the device, check them, and log them as rows.
 
-Results are copied to the host while the next step is already queued, and read then: the host runs one step ahead, every
-step is checked, and the device is never idle for it.
+The results of a step are copied and read while the device computes the next step. So every step is checked, and the
+device is never idle for it.
 """
 
 import math
@@ -41,20 +41,20 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until it has passed."""
+        """Wait until the device has done the work that was queued before this moment."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Return the seconds from an earlier moment to this one; both have passed."""
+        """Return the seconds from an earlier moment to this one; both must have passed."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class InFlight:
-    """The results of `train_step`, on their way to the host; with `routers` their statistics too, which is
-    collective.
+    """The results of `train_step` while they are copied to the host. With `routers`, statistics of their routing are
+    added, which is collective.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class InFlight:
         self._done = Moment(packed.device)
 
     def read(self) -> "Outcome":
-        """Wait until the step is done on the device."""
+        """Wait until the step is done on the device, and return its results."""
         self._done.wait()
         values = self._host.tolist()
         found = dict(zip(self._names, values, strict=False))
@@ -102,18 +102,20 @@ class Outcome:
 
     step: int
     lr: float
-    numbers: Mapping[str, float]  # by their keys in metrics.jsonl; {"targets": 0} of a step without a target
+    numbers: Mapping[str, float]  # by key of metrics.jsonl; {"targets": 0} for a step without targets
     skipped: bool  # the update was left out
-    stop_asked: bool  # by some rank: a signal, a save that failed, no more data
-    lacked_data: bool  # some rank had none: the step was not taken
-    attended: float  # as `mean_attended` counts it, of all ranks
+    stop_asked: bool  # some rank asks: a signal, a failed save, no more data
+    lacked_data: bool  # some rank had no data, so the step was not taken
+    attended: float  # mean over all ranks, as `mean_attended` counts
     data_wait_s: float
     done: Moment
-    routing: SeenRouting = field(default_factory=SeenRouting)  # since the last step that is logged
+    routing: SeenRouting = field(default_factory=SeenRouting)  # since the last logged step
 
 
 def epoch(mixture: Mixture, step: int) -> float:
-    """Return the epochs up to a step, of a mixture over all its sources together; NaN if a length is not known yet."""
+    """Return the epochs up to a step, of all sources of a mixture together; NaN while the length of a source is
+    unknown.
+    """
     if SOLE in mixture.units:
         return mixture.epochs(step)[SOLE]
     total = sum(math.nan if count is None else count for count in mixture.units.values())
@@ -121,7 +123,7 @@ def epoch(mixture: Mixture, step: int) -> float:
 
 
 def _of_sources(mixture: Mixture, step: int) -> dict[str, float]:
-    """Return the epochs of each source of a mixture up to a step, and its share of the tokens, by their keys."""
+    """Return metrics by key: epochs of each source of a mixture up to a step, and its share of the tokens."""
     if SOLE in mixture.units:
         return {}
     tokens, epochs = mixture.tokens(step), mixture.epochs(step)
@@ -148,13 +150,13 @@ class Report:
         self._peak, how = peak_flops(device, dtype)
         tflops = self._peak / 1e12
         console.notice(f"MFU is relative to {tflops:{',.0f' if tflops >= 100 else '.3g'}} TFLOP/s ({how})")
-        self._step_s, self._told_share = 0.0, False  # seconds of a step, by the last row
+        self._step_s, self._told_share = 0.0, False  # of a step, by the last logged row
         self._told_of_no_targets = False
-        self.skipped_in_a_row = 0  # in checkpoints, so that a run that restarts still ends
+        self.skipped_in_a_row = 0  # saved in checkpoints, so that a restarted run still reaches the limit
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave start-up, validation and checkpoints out of the speed."""
+        """Begin to measure speed anew, without start-up, validation and checkpoints."""
         self._start_clock(Moment(self.device))
 
     def _start_clock(self, since: Moment) -> None:
@@ -164,7 +166,7 @@ class Report:
         """Check one step and, if it is due, log it.
 
         Raises:
-            StepError: the loss or a gradient was not finite, and `training.on_nonfinite` does not let that pass.
+            StepError: the loss or a gradient was not finite, and `training.on_nonfinite` does not skip this step.
         """
         step, numbers = outcome.step, outcome.numbers
         asked = self.table.row(step).asked
@@ -207,17 +209,17 @@ class Report:
         return step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
 
     def experts(self, step: int, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Record each layer's tokens by expert in the steps since the last call, up to one that is logged or saved."""
+        """Record the tokens of each expert, by layer, in the steps since the last call. `step` is logged or saved."""
         for observer in self.observers:
             observer.experts(step, self.table.tokens(step), tokens)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log measurements after a step, by keys of metrics.jsonl, in a row of their own, if there are any."""
+        """Log measurements after a step, by key of metrics.jsonl, in a separate row, if there are any."""
         if numbers:
             self._write({"step": step, "tokens": self.table.tokens(step), **numbers})
 
     def evaluation(self, step: int, scores: Sequence[Score], seconds: float, freq: int) -> None:
-        """Log one evaluation; after the first one that follows a logged step, say what share of the time it takes."""
+        """Log one evaluation. After the first evaluation that follows a logged step, report its share of the time."""
         found = {"evaluation_seconds": seconds}
         for score in scores:
             found |= {f"accuracy.{score.task}": score.accuracy, f"accuracy_norm.{score.task}": score.accuracy_norm}

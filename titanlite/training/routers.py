@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from titanlite.models.experts import MixtureOfExperts
 
 SEEN = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss")
-"""Numbers of each layer, over tokens that count (`data/document_starts.py`): tokens of its fullest and of its emptiest
-expert over the mean, mean entropy in nats of a token's distribution over experts, the router's losses before their
-coefficients."""
+"""Statistics of each layer, over tokens that count (`data/document_starts.py`): tokens of the fullest and the emptiest
+expert, both relative to the mean; mean entropy, in nats, of a token's distribution over experts; losses of the router,
+without coefficients."""
 
 
 @dataclass(frozen=True)
 class SeenRouting:
-    """The routing of some steps, over all ranks.
+    """Statistics of the routing in some steps, over all ranks.
 
     Attributes:
-        numbers: "experts_<what>.<layer>" of `SEEN`, if a token was counted; "experts_bias_range.<layer>", the largest
-            bias less the smallest.
-        tokens: of each expert, by layer.
+        numbers: by key: "experts_<name>.<layer>" for each name in `SEEN`, if a token was counted; and
+            "experts_bias_range.<layer>", the largest bias minus the smallest.
+        tokens: tokens of each expert, by layer.
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -33,7 +33,7 @@ class SeenRouting:
 
 
 class Routers:
-    """The mixtures of a model by name, whose buffers are filled."""
+    """Trains the routers of mixtures of experts, given by name. Buffers of the mixtures must be filled."""
 
     def __init__(self, layers: Mapping[str, MixtureOfExperts]) -> None:
         self._layers = dict(layers)
@@ -49,11 +49,11 @@ class Routers:
         self._sharers = 1 if group is None else group.size
 
     def begin(self, share: Tensor, is_counted: Tensor | None) -> None:
-        """Begin a micro-batch.
+        """Prepare the mixtures for a micro-batch.
 
         Args:
-            share: [], of the step's targets: the weight of the micro-batch's router losses.
-            is_counted: [M] bool, the tokens of this rank that count; None: all.
+            share: [], the micro-batch's share of the step's targets, by which its router losses are weighted.
+            is_counted: [M] bool, which of this rank's M tokens count; None: all.
         """
         shares = [layer.share for layer in self._layers.values()]
         torch._foreach_copy_(shares, [share] * len(shares))
@@ -61,12 +61,13 @@ class Routers:
             layer.is_counted = is_counted
 
     def balance(self, skip: Tensor) -> None:
-        """Move the bias of each expert by the recipe's rate: up if it had fewer tokens in this step than the mean.
+        """Move the bias of each expert by the recipe's rate: up if it had fewer tokens in this step than the mean, down
+        if more.
 
         Collective; biases remain equal on all ranks.
 
         Args:
-            skip: [] float32; 1 if the step was left out.
+            skip: [] float32; 1 if the update of the step is skipped: then biases do not move.
         """
         table = self._balanced
         if table is None or self._counted is None:
@@ -80,16 +81,16 @@ class Routers:
         torch._foreach_add_(biases, [move[: len(bias)] for move, bias in zip(moves, biases, strict=True)])
 
     def seen(self) -> Tensor:
-        """Return the routing of the steps since the last call, for `read`; collective.
+        """Return statistics of the routing since the last call, which `read` names. Collective.
 
         Returns:
-            [numbers] float64 on the device: of layers, then the tokens of each expert.
+            [numbers] float64 on the device: statistics of layers, then the tokens of each expert.
         """
         table = self._all
         counts, sums = table.counts(), torch.stack(each := [layer.sums for layer in self._layers.values()])
-        since = torch.cat(((counts - self._seen).double(), sums), 1)  # float64 has counts exactly
+        since = torch.cat(((counts - self._seen).double(), sums), 1)  # counts are exact in float64
         self._seen = counts
-        torch._foreach_zero_(each)  # NaN of a step that was left out must not remain
+        torch._foreach_zero_(each)  # NaN of a skipped step must not remain
         dist.all_reduce(since)
         counts, (entropy, balance, z, steps) = since[:, :-4], since[:, -4:].unbind(1)
         steps, chosen = steps / self._sharers, counts.sum(1)  # a step's shares add up to 1
@@ -101,28 +102,28 @@ class Routers:
         return torch.cat((*of_layers, ranges, counts.flatten()))
 
     def read(self, seen: Sequence[float]) -> SeenRouting:
-        """Name what `seen` returned, once it is on the host."""
+        """Return the statistics that `seen` returned, copied to the host, by name."""
         n, tokens = len(self._keys), dict[str, Sequence[int]]()
         numbers = dict(zip(self._keys, seen, strict=False))
-        widest = (len(seen) - n) // len(self._layers)  # of the table's rows
+        widest = (len(seen) - n) // len(self._layers)  # most experts of a layer
         for i, (name, layer) in enumerate(self._layers.items()):
             tokens[self._names[name]] = list(map(int, seen[n + i * widest :][: layer.of.n_experts]))
-        if not any(map(any, tokens.values())):  # means over no token
+        if not any(map(any, tokens.values())):  # no token counts, so means are undefined
             numbers = {key: number for key, number in numbers.items() if key.startswith("experts_bias_range")}
         return SeenRouting(numbers, tokens)
 
     def state(self) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors beside the weights; loading into them restores them."""
+        """Return the biases by name, for checkpoints. Loading values into these tensors restores them."""
         return {f"{name}.bias": layer.bias for name, layer in self._biased.items() if layer.bias is not None}
 
 
 class _Table:
-    """The counts of several mixtures as one tensor; they may differ in their number of experts.
+    """Combines the counts of several mixtures in one tensor. The mixtures may differ in their number of experts.
 
     Attributes:
         n_experts: [layers, 1] int64.
         top_k: [layers] int64.
-        rates: [layers, 1] float32, of the bias.
+        rates: [layers, 1] float32, by which a step moves a bias.
     """
 
     def __init__(self, layers: Sequence[MixtureOfExperts]) -> None:
@@ -134,18 +135,18 @@ class _Table:
         column = torch.arange(max(sizes), device=self.n_experts.device)
         self._is_expert = column < self.n_experts
         first = self.n_experts.cumsum(0) - self.n_experts
-        self._places = torch.where(self._is_expert, first + column, sum(sizes))  # beyond a layer's experts: a 0 at last
+        self._places = torch.where(self._is_expert, first + column, sum(sizes))  # beyond its experts: index of a 0
 
     def counts(self) -> Tensor:
-        """Return the tokens of each expert so far, [layers, most experts of a layer] int64, 0 where there is none."""
+        """Return the tokens of each expert so far, [layers, most experts of any layer] int64, filled up with 0."""
         return torch.cat([*(layer.counts for layer in self._layers), self._nothing])[self._places]
 
     def least(self, counts: Tensor) -> Tensor:
-        """Return the smallest count of each layer, [layers]."""
+        """Return the smallest count among each layer's experts, [layers]; `counts` is as `counts` returns."""
         return counts.masked_fill(~self._is_expert, torch.inf).amin(1)
 
 
 def routers_of(model: nn.Module) -> Routers | None:
-    """Return the routers of a model whose buffers are filled; None of a dense one."""
+    """Return the routers of a model with filled buffers; None for a model without experts."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
     return Routers(layers) if layers else None

@@ -1,4 +1,6 @@
-"""Compute the learning rate of a step: linear warm-up, constant, decay; counted in steps, or tokens if they end it."""
+"""Compute the learning rate of a step: linear warm-up, constant, decay. With `training.tokens` it follows tokens, else
+steps.
+"""
 
 import math
 
@@ -7,7 +9,7 @@ from titanlite.data.stages import StageTable
 
 
 def change_of_rate(config: Config, step: int, was: float | None, table: StageTable | None = None) -> str | None:
-    """Return a notice if the learning rate of a step, `was`, jumps to another schedule after it, else None."""
+    """Return a notice if step `step` had another learning rate, `was`, than this config gives to it, else None."""
     if was is None or was == learning_rate(step, config, table):
         return None
     now = learning_rate(step + 1, config, table)
@@ -17,12 +19,13 @@ def change_of_rate(config: Config, step: int, was: float | None, table: StageTab
 def learning_rate(step: int, config: Config, table: StageTable | None = None) -> float:
     """Return the learning rate of one optimizer step; the first is step 1.
 
-    The stages of the run are not needed without `training.tokens` and `data.stage`.
+    `table`, the stages of the run, is needed only with `training.tokens` or `data.stage`.
 
     Returns:
         The rate. It rises to the peak at step `warmup_steps`, and would reach `min_lr_factor` times the peak one step
-        after the last, so that the last step trains, too. With `training.tokens` it is a function of tokens: up to the
-        end of this step in warm-up, up to its beginning afterwards. With `lr_decay_to` it falls in those stages only.
+        after the last, so that the last step trains, too. With `training.tokens` it depends on the tokens trained on:
+        this step's are included during warm-up, and not afterwards. If stages have `lr_decay_to`, it falls in these
+        stages only.
     """
     schedule, peak = config.lr_scheduler, config.optimizer.lr
     before, after, warmup, end = step - 1, step, schedule.warmup_steps, config.training.steps
@@ -50,7 +53,7 @@ def _shape(progress: float, decay_type: str) -> float:
 
 
 def _factor_of_stages(at: int, end: int, config: Config, table: StageTable) -> float:
-    """Return the fraction of the peak at a step or token count, where stages say when it falls."""
+    """Return the fraction of the peak at `at`, a step or token count, by `lr_decay_to` of stages. `end`: of the run."""
     starts: dict[int, int] = {}
     for row in table.rows:
         starts.setdefault(row.asked.from_tokens, row.from_tokens if config.training.tokens else row.from_step)

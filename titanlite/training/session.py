@@ -1,7 +1,7 @@
-"""Hold a process's log, status, guard and signals, and report how the run ended.
+"""Manage a process's log, status, guard and signals, and report how its run ended.
 
-Only for a rank that cannot do so itself another module reports it: the watchdog for one that hangs, the process beside
-it (`guard.py`) for one that was killed. `exit_code.py` turns errors into exit codes.
+If a rank cannot report its end itself, another module does: the watchdog if the rank hangs, or the guard process beside
+it (`guard.py`) if it was killed. `exit_code.py` turns errors into exit codes.
 """
 
 import math
@@ -27,14 +27,14 @@ from titanlite.training.stop import StopSignals
 from titanlite.training.summary import last_lines
 
 _PEER_ENDED = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
-# In messages of gloo and NCCL.
+# Phrases in messages of gloo and NCCL.
 _NAMES_A_PEER = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
 _A_MODEL = "a model that runs: tokens [M] to logits [M, V], and [M, D] between its modules"
 _A_RULE = "an update rule that runs: gradients, parameters and state [n] to directions [n]"
 
 
 class Session:
-    """This process's part in a run; arguments as of `train`."""
+    """Log, status, guard and signals of this process in a run. Arguments are as in `train`."""
 
     def __init__(self, asked: CheckedRun, folder: RunFolder, console: Console, launcher: Launcher | None) -> None:
         self.asked, self.folder, self.console = asked, folder, console
@@ -45,7 +45,7 @@ class Session:
         step = saved[-1] if saved else 0
         self.status = Status(folder.status, step, self.rank)
         if self.rank == 0:
-            self.guard.runs(math.inf)  # other ranks begin when the file is this run's
+            self.guard.runs(math.inf)  # guards of other ranks start once status.json is this run's
         self.stop = StopSignals(asked.config.checkpoint.enable, self._end_at_once, launcher=launcher)
 
     def __enter__(self) -> "Session":
@@ -63,7 +63,9 @@ class Session:
             self.guard.close()
 
     def ended(self, start: int, last: int) -> None:
-        """Report that the run is finished, or what stopped it; after a start with nothing to train, nothing."""
+        """Report that the run is finished, or what stopped it. If there was no step to train, an earlier report
+        remains.
+        """
         config, console = self.asked.config, self.console
         is_idle, is_finished = start >= last_step(config), last >= config.training.steps
         if is_idle and self.status.idle(is_finished):
@@ -96,7 +98,7 @@ class Session:
         console.notice(f"stopped at once by {by}, after step {status.step}; {kept}")
 
     def failed(self, error: BaseException) -> BaseException:
-        """Report that the run has failed; return its cause, which may be another rank, or a user's file."""
+        """Report that the run has failed; return the cause: `error`, or an error of another rank or a user's file."""
         peer = peer_failure()
         if self.status.stall and isinstance(error, RuntimeError):  # a rank was ended by its watchdog
             peer = peer or TimeoutError(self.status.stall)

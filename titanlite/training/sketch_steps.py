@@ -1,10 +1,10 @@
-"""Take a few steps of a run and write a sketch of every tensor on the way, for `titanlite compare --layers`.
+"""Train a few steps of a run, and write sketches of the tensors in each step, for `titanlite compare --layers`.
 
     torchrun --nproc-per-node 2 -m titanlite.training.sketch_steps OUT.npz STEPS --config FILE [--section.key VALUE ...]
 
-A sketch is a few sums of a tensor's elements with weights of ±1, which depend only on an element's place in the whole
-tensor, so that sums over ranks and micro-batches are the same under every layout. Tensors whose sketches differ by a
-share of their length differ by about that share. Sketched are the results of each block and its parts, the gradient of
+A sketch has a few sums of a tensor's elements, with weights of ±1. A weight depends only on the element's place in the
+full tensor, so that sums over ranks and micro-batches are the same under every layout. The relative difference of two
+sketches is about that of their tensors. Sketches are made of the outputs of each block and its modules, the gradient of
 each parameter, and each parameter after the update, in the order of a step.
 """
 
@@ -42,11 +42,11 @@ from titanlite.training.state import take_first_weights
 from titanlite.training.step import train_step
 
 SUMS = 16
-_COLUMNS = 1 << 40  # more than there are rows
+_COLUMNS = 1 << 40  # offset of the numbers of columns, larger than any number of a row
 
 
 def main() -> None:
-    """Build the run that the flags ask for, and sketch its first steps."""
+    """Build the run that the flags define, and write sketches of its first steps."""
     out, steps, *flags = sys.argv[1:]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     asked = checked_run(flags, world)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def sketch_steps(run: Run, batches: TrainBatches, steps: int) -> dict[str, Tensor]:
-    """Take some steps of a run with fresh weights and sketch them.
+    """Train the first steps of a run with fresh weights, and sketch their tensors.
 
     Returns:
         "<step> <tensor>" → [SUMS] float64, the same on every rank, in the order in which a step computes them.
@@ -97,23 +97,23 @@ def _sketch_step(run: Run, batches: list[Batch], lr: float) -> dict[str, Tensor]
 
 
 class Outputs:
-    """Sketches the results of modules in the forward of a step, summed over its micro-batches.
+    """Sketches the outputs of modules in the forward of a step, summed over its micro-batches.
 
-    These are modules that return a row for each token: the embedding, each block, its attention and feed-forward; not
-    norms, which shipped blocks fuse with other operations.
+    These modules have an output of [tokens, D]: the embedding, each block, its attention and feed-forward. Norms are
+    left out, since shipped blocks fuse them with other operations.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._sums = run, dict[str, Tensor]()
         self._call, self._looking = -1, False  # number of the micro-batch; whether it is in its forward
         self._tokens = tokens_of_rank(run.config)
-        self._places = torch.arange(self._tokens, device=run.mesh.device)  # of this rank's tokens in its group
+        self._places = torch.arange(self._tokens, device=run.mesh.device)  # of its tokens in the context-parallel group
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Look at the modules until the context ends."""
+        """Sketch the modules' outputs within the context."""
         model, hooks = self._run.model, list[RemovableHandle]()
-        compiled = self._run.config.compile.enable  # inside a compiled block there are no modules
+        compiled = self._run.config.compile.enable  # modules inside a compiled block call no hooks
         for name, module in model.named_modules():
             depth = name.count(".") + 1
             if name and depth <= (2 if compiled else 3):
@@ -127,7 +127,7 @@ class Outputs:
                 hook.remove()
 
     def summed(self) -> dict[str, Tensor]:
-        """Return the sketches, summed over ranks."""
+        """Return the sketches by name of the module, summed over ranks. Collective."""
         for sums in self._sums.values():
             dist.all_reduce(sums)
         return {name: sums.cpu() for name, sums in self._sums.items()}
@@ -138,7 +138,7 @@ class Outputs:
             self._places = places
 
     def _end(self) -> None:
-        self._looking = False  # recomputation in backward is not looked at
+        self._looking = False  # recomputation in backward is not sketched
 
     @torch.no_grad()
     def _look(self, name: str, _module: nn.Module, _inputs: object, y: object) -> None:
@@ -151,7 +151,7 @@ class Outputs:
         first = (self._call * mesh.data_size + mesh.data_rank) * self._tokens * mesh.dp_size // mesh.data_size
         places, share = self._places, 1.0
         if rows == self._tokens:
-            share /= mesh.tp_size  # every rank of the group has all rows
+            share /= mesh.tp_size  # every rank of the tensor-parallel group has all rows
         else:
             places = places[mesh.tp.get_local_rank() * rows :][:rows]
         sums = _sketch(y, first + places) * share
@@ -159,7 +159,7 @@ class Outputs:
 
 
 def _of_parameter(x: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    """Sketch a gradient or a parameter, whole."""
+    """Return the sketch of a parameter or its gradient `x`, gathered if it is sharded; zeros for None. Collective."""
     if x is None:
         return torch.zeros(SUMS, dtype=torch.float64)
     with torch.no_grad():
@@ -169,14 +169,14 @@ def _of_parameter(x: Tensor | None, parameter: nn.Parameter) -> Tensor:
 
 
 def _sketch(x: Tensor, places: Tensor) -> Tensor:
-    """Return [SUMS] float64: sums of a matrix with weights of rows, by their places in the whole, and of columns."""
+    """Return [SUMS] float64: weighted sums of a matrix. `places`: numbers of its rows in the full tensor."""
     # Columns have other weights than rows, else a square matrix and its transpose would have the same sketch.
     rows, columns = (_weights(of, x.device) for of in (places, _COLUMNS + torch.arange(x.shape[1])))
     return ((rows.T @ x.double()) * columns.T).sum(dim=1)
 
 
 def _weights(places: Tensor, device: torch.device) -> Tensor:
-    """Return [n, SUMS] float64, +1 or -1, a function of place and column alone."""
+    """Return [n, SUMS] float64, each +1 or -1, which depends only on the place and the column."""
     numbers = places.cpu().numpy().astype(np.uint64)[:, None] * np.uint64(SUMS) + np.arange(SUMS, dtype=np.uint64)
     signs = (mix(numbers) & np.uint64(1)).astype(np.float64) * 2 - 1
     return torch.from_numpy(signs).to(device)

@@ -1,4 +1,4 @@
-"""Add mixture and stages to the receipt."""
+"""Add the mixture of sources and the stages of a run to the receipt."""
 
 import math
 
@@ -10,14 +10,14 @@ from titanlite.receipt import Entry, Receipt, Skipped
 
 
 def require_same_steps(table: StageTable, config: Config) -> None:
-    """Raise CheckpointError if steps are not as many as at the check: another checkpoint has been saved since."""
+    """Raise CheckpointError if steps are not as many as at the checks, because a checkpoint was saved in between."""
     if table.steps != config.training.steps:
         saw, want = f"{table.steps} steps take training.tokens", f"{config.training.steps}, as a moment ago"
         raise CheckpointError.of("this start", "the checkpoint", saw, want, "start again: another has been saved")
 
 
 def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -> None:
-    """Add the shuffle window, shares and epochs of each source, and stages to the receipt, as far as a run has them."""
+    """Add the shuffle window, shares and epochs of each source, and stages to the receipt, if the run has them."""
     table, last = mixture.table, mixture.table.steps
     if window := config.data.shuffle_window:
         applied: dict[str, object] = {"samples": window // table.unit_len, "of_tokens": table.unit_len}
@@ -59,5 +59,5 @@ def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -
 
 
 def _rounded_if_known(epochs: float) -> float | None:
-    """Round a number for the receipt; None if it is unknown, while the source is still being made."""
+    """Round a number of epochs for the receipt; None for NaN, the number while the source is still being made."""
     return None if math.isnan(epochs) else round(epochs, 4)

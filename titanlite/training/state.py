@@ -25,14 +25,14 @@ from titanlite.training.receipt import dtype_names
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors of a run; loading into them restores it.
+    """Return the tensors that a checkpoint of a run has; loading into them restores the run.
 
     Returns:
-        `model/<name>`, `optimizer/…`, `ema/<name>` of an average and `rng/rank<r>/…`; weights, moments and averages are
-        laid out as the parameters, and share the run's memory. A checkpoint without a name is refused, unless `restore`
-        leaves its prefix out.
+        By name: `model/<name>`, `optimizer/…`, `ema/<name>` of averaged weights, and `rng/rank<r>/…`. Weights, moments
+        and averages are laid out as the parameters, and share the run's memory. A checkpoint that lacks one of these
+        names is refused, unless `restore` leaves its prefix out.
     """
-    # Not the model's own: after validation these are gathered weights in the compute dtype.
+    # Not the model's parameters: after validation these are gathered weights in the compute dtype.
     masters = run.optimizer.parameters
     weights = {f"{MODEL}{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     if run.routers is not None:
@@ -42,7 +42,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 
 def take_first_weights(run: Run) -> int:
-    """Load `checkpoint.initial_load_path` and apply `training.nudge`, if they are given; return the weights loaded."""
+    """Load `checkpoint.initial_load_path` and apply `training.nudge`, if set; return the number of weights loaded."""
     config, parameters, n = run.config, run.optimizer.parameters, 0
     if path := config.checkpoint.initial_load_path:
         n = load_weights(path, config.model.name, run.model, parameters)
@@ -55,7 +55,7 @@ def take_first_weights(run: Run) -> int:
 
 
 def _nudge(run: Run) -> None:
-    """Move the weights by `training.nudge`, if it is given."""
+    """Perturb the weights by `training.nudge`, if it is set."""
     config, parameters = run.config, run.optimizer.parameters
     if config.training.nudge:
         # With float8, matmuls return bfloat16 at best.
@@ -64,24 +64,25 @@ def _nudge(run: Run) -> None:
 
 
 class Start(NamedTuple):
-    """The point from which a start goes on."""
+    """The step and state from which a run goes on."""
 
-    step: int  # the last one done
+    step: int  # the last step done
     state: SavedState
     is_branch: bool = False  # the checkpoint is another run's
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[str, Any]) -> Start:
-    """Load the checkpoint that `checkpoint.resume` names, or else `checkpoint.initial_load_path`.
+    """Load the checkpoint that `checkpoint.resume` names or, if there is none, `checkpoint.initial_load_path`.
 
-    The latter has weights, or is a checkpoint of another run, from which this run goes on with weights, optimizer and
-    place in the data, at its step.
+    This path has weights, or is a checkpoint of another run. From a checkpoint the run goes on at the same step, with
+    weights, optimizer state and place in the data. `data`: hashes of the data.
 
     Raises:
         CheckpointError: on every rank: a rank does not see the folder; or there is no such checkpoint, or it is
             damaged, of another model or, without `optimizer.fresh_state`, of another optimizer; or of another
             tokenizer, with `job.strict`.
-        ConfigError: on every rank: a step would take another number of sequences, which no flag asks for.
+        ConfigError: on every rank: a step would take another number of sequences than before, though no flag asks for
+            this.
     """
     asked, key = run.config.checkpoint, "checkpoint.initial_load_path"
     step, path = None, asked.initial_load_path
@@ -89,7 +90,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[
         checkpoints.check_shared()
         step = checkpoints.choose(asked.resume)
     run_folder = checkpoints.root.parent
-    # Rank 0 looks for all: the newest checkpoint may change between ranks' looks.
+    # Only rank 0 looks: the newest checkpoint may change between two looks.
     branch = on_rank_0(lambda: branch_point(path, run_folder)) if step is None and path else None
     if step is None and branch is None:
         if n := take_first_weights(run):
@@ -145,7 +146,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[
 
 
 def _add_average(run: Run, step: int) -> None:
-    """Add the average of weights to the receipt, if there is one, and where it begins or goes on."""
+    """Add the average of weights, if there is one, to the receipt, and say where it begins or goes on."""
     if (average := run.average) is None:
         return
     updates, decay, n = int(average.updates), run.config.optimizer.ema_decay, len(average.shards)
@@ -155,7 +156,7 @@ def _add_average(run: Run, step: int) -> None:
 
 
 def _add_fresh_state(run: Run, not_needed: str | None) -> None:
-    """Add `optimizer.fresh_state` to the receipt, if it is on."""
+    """Add `optimizer.fresh_state` to the receipt, if it is on. `not_needed`: why it had no effect, or None."""
     if run.config.optimizer.fresh_state:
         applied = "state starts afresh" if not_needed is None else f"not needed: {not_needed}"
         run.receipt.add(Entry("optimizer.fresh_state", True, applied, count=1))

@@ -1,7 +1,7 @@
 """One optimizer step, top to bottom.
 
-Nothing here waits for the device: it decides whether the update is applied, and keeps the results until the loop reads
-them in one copy, one step later. A new number to log is one more entry of the result.
+The host never waits for the device here. The device decides whether the update is applied, and keeps the results. The
+loop reads them in one copy, one step later. To log a new number, add an entry to the results.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titanlite.training.build import Run
 
 NONE = -1.0
-"""The loss of a source without targets in a step, which is not logged."""
+"""Stands for the loss of a source that has no targets in a step. It is not logged."""
 
 
 def train_step(
@@ -45,18 +45,18 @@ def train_step(
         run: the run.
         batches: this rank's micro-batches.
         lr: learning rate.
-        stop_requested: whether this process was asked to stop; every rank learns of it.
-        attended: tokens that the batches' tokens see, as `mean_attended` counts them.
-        sources: names by their numbers in batches, for losses by source.
+        stop_requested: whether this process was asked to stop; the results tell every rank.
+        attended: tokens to which a token of the batches attends, as `mean_attended` counts them.
+        sources: names of the sources that batches number, for losses by source.
         lacks_data: whether the batches of this rank are padding.
         logged: whether norms of the optimizer's groups are measured.
 
     Returns:
-        [] float32 each on the device, equal on every rank, by name. For the loop: `skipped`, 1 if the update was left
-        out; `stop_asked` and `lacked_data`, numbers of ranks; the mean `attended`; and the number of `targets`. To be
-        logged: `loss`, the mean over the global batch's targets; `grad_norm`, of all gradients before clipping; with a
-        z-loss its mean `z_loss`, without its coefficient; `loss.<source>`, `NONE` if it has no targets; and if the step
-        is `logged` the numbers of `GroupNorms`.
+        By name, tensors [] float32 on the device, equal on every rank. For the loop: `skipped`, 1 if the update was
+        skipped; `stop_asked` and `lacked_data`, numbers of ranks; `attended`, the mean over ranks; and `targets`, their
+        number. To be logged: `loss`, the mean over the global batch's targets; `grad_norm`, of all gradients before
+        clipping; with a z-loss its mean `z_loss`, without its coefficient; `loss.<source>`, `NONE` if the source has no
+        targets; and if the step is `logged`, the numbers of `GroupNorms`.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
     targets_of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
@@ -106,10 +106,10 @@ def train_step(
 def _forward_backward(
     run: "Run", batches: "list[Batch]", divisor: Tensor, shares: Tensor, n_sources: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Fill the gradients of the micro-batches of a step.
+    """Run forward and backward of each micro-batch of a step, and sum up gradients.
 
-    Losses are divided by `divisor`, [] float32, the number of targets of the whole step. `shares`, [micro-steps]
-    float32, are the fractions of these targets in each micro-batch, over all ranks that split its sequences.
+    Losses are divided by `divisor`, [] float32, the number of targets of the step. `shares`, [micro-steps] float32, are
+    the fractions of these targets in each micro-batch, over all ranks that split its sequences.
 
     Returns:
         This rank's terms of the means `loss` and, if there is one, `z_loss`, [] float32 each; and sums of losses and
@@ -138,21 +138,23 @@ def _forward_backward(
 
 
 def _of_rank(is_counted: Tensor | None, mesh: Mesh) -> Tensor | None:
-    """Return this rank's part, [M/tp]: between layers each tensor-parallel rank has a run of tokens."""
+    """Return [M/tp] of [M] tokens: between layers each tensor-parallel rank has M/tp consecutive tokens."""
     return None if is_counted is None else is_counted.chunk(mesh.tp_size)[mesh.tp.get_local_rank()]
 
 
 def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
-    """Sum the losses of sequences, [B], and their targets by the source of each: [2, sources] float64."""
+    """Sum `losses`, [B] for sequences, and the numbers of targets over each source: [2, sources] float64."""
     assert batch.sources is not None  # noqa: S101
     targets = (batch.targets != IGNORE_INDEX).view(len(losses), -1).sum(1)
-    is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # a scatter's order varies
+    is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # a scatter's order is random
     return (torch.stack((losses.double(), targets.double()))[:, None] * is_of).sum(2)
 
 
 @torch.no_grad()
 def validation_loss(run: "Run", batches: "Iterable[Batch]") -> Tensor:
-    """Return [2] float64 on the device: summed loss and number of targets over all ranks, with as many batches each."""
+    """Return [2] float64 on the device: the sum of losses and number of targets over all ranks. Ranks have equally many
+    batches.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
         totals[0] += run.loss(run.model(batch.tokens, sequences=batch.sequences), batch.targets)

@@ -1,12 +1,12 @@
 """Stop all ranks after the same step: a signal sets a flag, which the step's reduction shares.
 
 Before the steps there is nothing to save, and a signal raises KeyboardInterrupt, so that cleanup runs. A process that
-waits for other ranks in native code may never handle it; a thread, which sees the signal too, then ends the process.
+waits for other ranks in native code may never handle the signal. A thread, which gets it, too, then ends the process.
 
 During steps the handler notes the signal and reports it. The next step carries the flag, and is read while one more
-runs: at most two steps follow the current one. The signal may arrive at any ranks, in a step, in validation or while
-compiling. A rank that waits for data that is still being made learns of another's signal by `tell_others`, and takes
-part with padding in a step that no rank keeps (`feed.py`).
+step runs: at most two steps follow the current one. The signal may arrive at any ranks, in a step, in validation or
+while compiling. A rank that waits for data that is still being made learns of a signal to another rank by
+`tell_others`, and takes part with padding in a step that all ranks discard (`feed.py`).
 
 One request may arrive several times: Slurm signals every process of a job, and torchrun passes signals on. The end of
 the launcher counts as SIGTERM.
@@ -24,27 +24,27 @@ from types import FrameType
 from titanlite.observe.stall_report import answer_of
 from titanlite.preflight.launcher import Launcher
 
-_ONE_REQUEST_S = 1.0  # launchers send a signal twice
-_TAKEN_UP_S = 5.0  # torchrun kills after 30
-_CLOSED = 0  # no signal has this number
-_LOOK_S = 1.0  # for the launcher
+_ONE_REQUEST_S = 1.0  # later signals are a new request; launchers send one twice
+_TAKEN_UP_S = 5.0  # limit for the main thread; torchrun kills after 30 s
+_CLOSED = 0  # ends the thread; no signal has this number
+_LOOK_S = 1.0  # between checks of the launcher
 _LAUNCHER_GONE = "the end of its launcher (job.stop_with_launcher)"
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP from when it is entered until it is closed, and the end of the launcher
-    as a SIGTERM.
+    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP while it is entered, and the end of the launcher as a SIGTERM.
 
-    Before `begin_steps` a signal raises KeyboardInterrupt with its number; afterwards it is `received`, and a second
-    request ends the process at once.
+    Before `begin_steps` a signal raises KeyboardInterrupt with its number. Afterwards its name is in `received`, and a
+    second request calls `last_words` and ends the process at once. `saves`: whether a checkpoint is saved before a
+    stop.
     """
 
     def __init__(self, saves: bool, last_words: Callable[[], object], launcher: Launcher | None = None) -> None:
         self._does = "will save and stop" if saves else "will stop without saving (checkpoint.enable = false)"
         self._last_words = last_words
         self._launcher, self._launcher_is_gone = launcher, False
-        self.tell_others: Callable[[], object] = lambda: None  # called by a thread
-        self.received: str | None = None  # name of the first signal, or its reason
+        self.tell_others: Callable[[], object] = lambda: None  # called in a thread at the first signal
+        self.received: str | None = None  # name of the first signal, or the launcher's end
         self.is_in_steps = False
         self._before: dict[int, object] = {}
         self._taken_up = threading.Event()
@@ -68,11 +68,11 @@ class StopSignals:
         self.close()
 
     def begin_steps(self) -> None:
-        """Let signals from now on wait for the current step."""
+        """From now on, let a signal stop the run after a step, and not at once."""
         self.is_in_steps = True
 
     def close(self) -> None:
-        """Restore the earlier handlers."""
+        """End the thread, and restore the earlier handlers."""
         global _entered
         _entered = None
         if self._watcher is not None:
@@ -91,16 +91,16 @@ class StopSignals:
 
     @property
     def of_another(self) -> str:
-        """Name what stopped the run if this rank received no signal: its launcher's end, or another rank's signal."""
+        """Return what stopped the run if this rank received no signal: its launcher's end, or another rank's signal."""
         return _LAUNCHER_GONE if self._launcher and self._launcher.is_gone() else "a signal to another rank"
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Return the numbers of the signals that are noted."""
+        """Return the numbers of the signals that this object handles."""
         return frozenset(self._before)
 
     def forget(self) -> None:
-        """Stop noting signals in a forked child, which has its own."""
+        """Restore the earlier handlers in a forked child, which must not note signals for this process."""
         signal.set_wakeup_fd(-1)
         self._restore()
 
@@ -113,7 +113,7 @@ class StopSignals:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 effect = f"{self._does} at most two steps after the one at hand"
                 again = "a second signal, a second or more later, ends the run at once, without saving"
-                with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
+                with contextlib.suppress(OSError):  # the terminal may have hung up
                     os.write(2, f"{self.received}: {effect}; {again}\n".encode())
 
     def _watch(self) -> None:
@@ -124,15 +124,15 @@ class StopSignals:
                 continue
             is_again = first is not None and time.monotonic() - first > _ONE_REQUEST_S
             if first is None:
-                threading.Thread(target=self.tell_others, daemon=True).start()  # a store may not answer
+                threading.Thread(target=self.tell_others, daemon=True).start()  # it may block
             first = time.monotonic() if first is None else first
             if is_again or not (self.is_in_steps or self._taken_up.wait(_TAKEN_UP_S)):
                 self.received = self._name(number)
-                answer_of(self._last_words, _TAKEN_UP_S)  # the disk may be what the main thread waits for
+                answer_of(self._last_words, _TAKEN_UP_S)  # with a limit, as the disk may hang
                 os._exit(128 + number)
 
     def _next(self) -> int:
-        """Wait for the next signal; send SIGTERM if the launcher is gone."""
+        """Wait for the next signal and return its number; send SIGTERM to this process if the launcher is gone."""
         while self._launcher and not self.received and not select.select([self._numbers], [], [], _LOOK_S)[0]:
             if self._launcher.is_gone():
                 self._launcher_is_gone, self._launcher = True, None
@@ -147,7 +147,7 @@ _entered: StopSignals | None = None
 
 
 def _hold() -> None:
-    """Block signals before a fork, until the child has its own handlers."""
+    """Block signals before a fork until the child has restored its handlers."""
     if _entered is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _entered.numbers)
 

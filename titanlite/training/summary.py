@@ -1,4 +1,4 @@
-"""Describe a run in a few lines before its first step; after its last, its result and the next commands."""
+"""Describe a run in a few lines before its first step, and its result and possible next commands after the last."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ from titanlite.training.build import Run
 from titanlite.training.report import epoch
 from titanlite.training.schedule import change_of_rate, learning_rate
 
-_WIDTH = 7  # of the words in front
+_WIDTH = 7  # characters of the first column
 
 
 def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start: int, folder: RunFolder) -> list[str]:
-    """Say what is trained, on which data and ranks, from which step on, and where it is recorded."""
+    """Return lines about the model, layout and data of a run, and where it is recorded. `start`: the last step done."""
     config = run.config
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
     steps, table, window = config.training.steps, mixture.table, config.data.shuffle_window
@@ -58,7 +58,7 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
 
 
 def _of_mixture(mixture: Mixture) -> list[str]:
-    """Give each source's share of the run's tokens, and its epochs."""
+    """Return for each source of a mixture its share of the run's tokens, and its epochs."""
     steps = mixture.table.steps
     if SOLE in mixture.units:
         return []
@@ -70,7 +70,7 @@ def _of_mixture(mixture: Mixture) -> list[str]:
 
 
 def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can_export: bool) -> list[str]:
-    """Say how long a start took up to its last step, the lowest losses of the run, and the commands that may follow."""
+    """Return lines about the time up to step `last`, the lowest losses of the run, and possible next commands."""
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # a damaged file is reported elsewhere, or at the next start
         rows = read_metrics(folder.metrics)
@@ -84,7 +84,7 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
     elif saved:
         lines.append(_line("longer", _resume(config, folder, last)))
         longer = replace(config, training=replace(config.training, steps=2 * config.training.steps))
-        counts_steps = not config.training.tokens and not config.data.stage  # else the next start says it
+        counts_steps = not config.training.tokens and not config.data.stage  # else the next start reports it
         if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config))):
             lines.append(_line("", text))
     lines.append(_line("compare", _pasteable("titanlite", "compare", path)))
@@ -109,7 +109,7 @@ def _pasteable(*words: str) -> str:
 
 
 def _mesh_in_words(mesh: Mesh, world: int) -> str:
-    """Name the devices of the run, their number, and how it is split over them."""
+    """Return the devices of the run, their number, and the degrees of parallelism, in words."""
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU process"
     is_several = world > 1 and mesh.device.type != "cuda"
     axes = {"replicas": mesh.replicas, "FSDP": mesh.dp_size // mesh.replicas, "tensor parallel": mesh.tp_size}
@@ -121,7 +121,7 @@ def _mesh_in_words(mesh: Mesh, world: int) -> str:
 
 
 def _where_wandb_records(config: Config, folder: RunFolder) -> str:
-    """Say where Weights & Biases records; without it, which file has the metrics."""
+    """Return where Weights & Biases records the run or, if it is off, the file that has the metrics."""
     metrics = config.metrics
     group = f", group {metrics.wandb_group}" if metrics.wandb_group else ""
     return {
@@ -132,19 +132,19 @@ def _where_wandb_records(config: Config, folder: RunFolder) -> str:
 
 
 def _lowest(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """Return the lowest number of a column and its step, "" if there is none."""
+    """Return the lowest value of a metric and its step, in words; "" if there is none."""
     found = [(row[key], row["step"]) for row in rows if row.get(key) is not None]
     return "{:.4f} at step {:,}".format(*min(found)) if found else ""
 
 
 def _resume(config: Config, folder: RunFolder, last: int) -> str:
-    """Return the command that resumes the run; after its last step, for as many again."""
+    """Return the command that resumes the run. After the last step it doubles the number of steps or tokens."""
     world = dist.get_world_size()
     more = [] if last < config.training.steps else ["--training.steps", str(2 * config.training.steps)]
     if more and config.training.tokens:
         more = ["--training.tokens", str(2 * config.training.tokens)]
     more += ["--job.stop_after", "0"] if config.job.stop_after else []
     more += ["--checkpoint.resume", "auto"] if config.checkpoint.resume != "auto" else []
-    if ranks_of_a_host() is not None:  # on several hosts, which `titanlite train` does not do
+    if ranks_of_a_host() is not None:  # several hosts, on which `titanlite train` cannot start
         return " ".join(["the same command again", *more])
     return _pasteable("titanlite", "train", str(folder.config), "--gpus", str(world), *more)

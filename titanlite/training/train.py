@@ -1,4 +1,4 @@
-"""Open all that a run needs (data, processes, model, files, watchdog), run the loop, and report its end."""
+"""Open everything that a run needs (data, processes, model, files, watchdog), run the loop, and report its end."""
 
 import os
 from collections.abc import Iterator
@@ -64,16 +64,16 @@ def train(
     """Train until the last step, `job.stop_after` or a signal, whichever comes first.
 
     Args:
-        asked: the run, checked.
-        folder: claimed by rank 0.
-        notices: from the checks.
-        warnings: from the checks.
-        launcher: whose end ends the run; None: nobody's.
+        asked: the checked run.
+        folder: of the run; rank 0 has claimed it.
+        notices: of the checks, to be logged.
+        warnings: of the checks, to be logged.
+        launcher: when it ends, the run stops; None: it is not watched.
 
     Raises:
-        TitanliteError: the user can fix it; the same on every rank.
+        TitanliteError: an error that the user can fix; the same on every rank.
     """
-    with folder.write_errors_explained(), ExitStack() as cleanup:  # `close` after an error may raise it again
+    with folder.write_errors_explained(), ExitStack() as cleanup:  # closing a file may raise its error again
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         console = Console(rank, local_rank, asked.config.training.steps, folder.logs)
         cleanup.callback(console.close)
@@ -88,7 +88,7 @@ def train(
 
 
 def _train_in_session(session: Session, cleanup: ExitStack) -> None:
-    """Open, train, and report the end; `cleanup` closes."""
+    """Open what the run needs, train, and report the end. `cleanup` closes everything later."""
     asked, folder, console, config = session.asked, session.folder, session.console, session.asked.config
 
     # Data and processes. After a failure connections remain open until this process ends, so that it can report first.
@@ -97,7 +97,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
     require_same_data(data)
 
-    # The run, and where it is taken up.
+    # The run, and the step from which it goes on.
     cleanup.enter_context(torch_order())
     run = _build(asked, device, console)
     report_data(data, run.receipt, asked, console, session.rank)
@@ -105,7 +105,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     restored = restore(run, checkpoints, console, data.identity)
     start, state = restored.step, restored.state
 
-    # What it reads. Waits for tokens end before `batches.close`, whose thread may wait.
+    # Its batches. `data.stop_waiting` runs before `batches.close`, whose thread may wait for tokens.
     table = stage_table(config, world, state.past)
     require_same_steps(table, config)
     batches, validation = open_batches(data, asked, run.mesh, table, start, windows_of(run.model))
@@ -116,7 +116,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     add_stages(run.receipt, config, batches.mixture, start)
     evaluation = open_evaluation(asked, run)
 
-    # Who is told of it, and the words before the first step.
+    # The observers, and the lines before the first step.
     observers = _open_observers(session, run, restored, table, cleanup)
     session.status.progress(start)
     console.measure_by(table.tokens)
@@ -128,7 +128,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         for line in (*first_lines(run, data.train, batches.mixture, start, folder), *table.notes):
             console.notice(line)
 
-    # What goes on beside the steps: watchdog, trace, checkpoints that are written meanwhile, hashes of the data.
+    # Work beside the steps: watchdog, traces, checkpoints in the background, checks of the hashes of data.
     shared_wait = SharedWait(_store()) if data.growing and world > 1 else None
     if shared_wait is not None:
         session.stop.tell_others = shared_wait.stop
@@ -142,8 +142,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     def stops() -> bool:
         return session.stop.received is not None or (background is not None and background.has_failed)
 
-    # The steps. Before and after them a signal ends the process at once: it may wait for a disk or other hosts, and has
-    # nothing to save.
+    # The steps. Before and after the steps a signal ends the process at once: the process has nothing to save, and may
+    # be waiting for a disk or other hosts.
     wait = DataWait(data, run.dims.vocab_size, run.receipt, console, session.rank == 0, shared_wait)
     loop = Loop(
         run=run,
@@ -168,7 +168,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
 
 
 def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
-    """Build the run, with its warnings."""
+    """Build the run, and log its warnings."""
 
     def memory() -> MemoryModel:
         largest, world, host = largest_stage(asked.config), dist.get_world_size(), ranks_of_a_host()
@@ -206,18 +206,18 @@ def _open_observers(
 
 
 def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTable) -> Iterator[Observer]:
-    """Open the files of a run, record its config, and open the pages that it asks for."""
+    """Yield the files, wandb run and TensorBoard page that a run writes on rank 0, and record its config."""
     config, folder, console, start = session.asked.config, session.folder, session.console, restored.step
     is_idle = start >= last_step(config)
     yield (metrics := MetricsFile(folder.metrics, start, restored.state.validation_due))
     if metrics.earlier is not None:
         console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
-    # Rows are on disk before their checkpoint, so these were lost afterwards.
+    # Rows are on disk before a checkpoint is saved, so missing rows were lost afterwards.
     if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
     if run.routers is not None:
         yield ExpertsFile(folder.experts, start, config.training.steps)
-    if not is_idle or not folder.config.exists():  # else the config stays that the run was trained with
+    if not is_idle or not folder.config.exists():  # else the config of the training is kept
         if restored.is_branch:
             remember_branch(config.checkpoint.initial_load_path, folder.path, start)
         kept = folder.record(to_toml(config), to_toml(run.save_list) if run.chosen is not None else None)
@@ -260,7 +260,7 @@ def _profiler(session: Session, run: Run, start: int) -> Profiler:
 
 
 def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
-    """Make this rank's watchdog; with several ranks, all report where they are before one is ended."""
+    """Make this rank's watchdog. If a rank hangs, all ranks report their current work before it is ended."""
     world = dist.get_world_size()
     stall_report = StallReport(_store(), session.rank, world) if world > 1 else None
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"
@@ -269,5 +269,5 @@ def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
 
 
 def _store() -> dist.Store:
-    """Return the job's store."""
+    """Return the key-value store that the ranks share."""
     return dist.distributed_c10d._get_default_store()
