@@ -1,7 +1,7 @@
 """The device that a run is built for: the device of this process or, as in a forecast, a named device.
 
-Lowerings, attention kernels, copy engines and symmetric memory are chosen by this object, and not by the device of
-tensors. On a named device, tensors are fake CPU tensors, which have shapes and no memory.
+A named device need not exist here: its tensors are fake CPU tensors, which have shapes and no memory. Lowerings,
+attention kernels, copy engines and symmetric memory are chosen by a `Device`, and not by the device of tensors.
 """
 
 import platform
@@ -19,7 +19,7 @@ class Device:
     """The device that a run is built for, either real or only named. On a named device nothing is computed."""
 
     of_tensors: torch.device  # device of tensors in this process
-    name: str  # of a GPU, e.g. "NVIDIA H100 80GB HBM3"; the architecture of a CPU
+    name: str  # e.g. "NVIDIA H100 80GB HBM3"; for a CPU, its architecture
     capability: tuple[int, int] | None = None  # compute capability of a GPU
     fake: FakeTensorMode | None = None  # makes the tensors of a named device
     host: int = 8  # GPUs per host, if this device is named
@@ -47,7 +47,7 @@ class Device:
 
 @cache
 def device_of(process: torch.device) -> Device:
-    """Return the real device of this process. `process` is where torch makes its tensors."""
+    """Return the real device of this process, which makes its tensors on `process`."""
     if process.type != "cuda":
         return Device(process, platform.machine())
     return Device(process, torch.cuda.get_device_name(process), torch.cuda.get_device_capability(process))

@@ -122,7 +122,7 @@ def require_writable(folder: Path) -> None:
         number = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
-    elif not os.statvfs(there).f_blocks:  # no disk, such as /proc, which refuses files without other signs
+    elif not os.statvfs(there).f_blocks:  # such as /proc, which seems writable and refuses files
         try:
             os.rmdir(tempfile.mkdtemp(dir=there))
         except OSError as e:

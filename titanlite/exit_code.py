@@ -102,5 +102,5 @@ def _record(error: Exception) -> None:
     with contextlib.suppress(OSError, ValueError):
         get_error_handler().record_exception(error)
         os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
-        write_durably(Path(error_file), json.dumps(redact_tree(json.loads(beside.read_text()))))  # replaces both
+        write_durably(Path(error_file), json.dumps(redact_tree(json.loads(beside.read_text()))))  # replaces both files
         time.sleep(_TORCHRUN_CLOCK_S)

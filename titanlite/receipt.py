@@ -36,7 +36,7 @@ class Skipped:
 class Entry:
     """A feature's entry in the receipt: what was requested, and what was applied."""
 
-    feature: str  # its name in the file, as "float8"
+    feature: str  # its name in receipt.json, e.g. "float8"
     requested: object  # value of the config key; a value of `_NOT_REQUESTED` is no request
     applied: object  # number, name, or JSON object, e.g. {"layers": 224, "lowering": "torchao"}
     _: KW_ONLY
@@ -62,12 +62,12 @@ class Entry:
 
 
 class Receipt:
-    """Collects the features' entries, writes them, and enforces them."""
+    """Collects entries of features, writes them to a file, and checks that requests were applied."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._later: list[Callable[[], Entry]] = []
-        self._file: Path | None = None  # the receipt once it is written
+        self._file: Path | None = None  # path of the file once it is written
 
     def add(self, entry: Entry) -> None:
         """Add an entry."""
@@ -119,7 +119,7 @@ def _few(names: list[str]) -> str:
 
 
 def _problem(entry: Entry) -> Problem | None:
-    """Return a problem with the config key if its request was applied nowhere or missed a case, else None."""
+    """Return a problem about the config key if its request was applied nowhere or missed a case, else None."""
     if entry.requested in _NOT_REQUESTED:
         return None
     if entry.count == 0:
@@ -135,7 +135,7 @@ def _problem(entry: Entry) -> Problem | None:
 
 
 def _cases(cases: Sequence[Skipped]) -> str:
-    """List the first few cases, one per line."""
+    """Return the first few cases as text, one per line."""
     lines = [f"\n          {case.what}: {case.why}" for case in cases[:_SHOWN]]
     if len(cases) > _SHOWN:
         lines.append(f"\n          and {len(cases) - _SHOWN} more, all in receipt.json")

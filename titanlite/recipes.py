@@ -126,7 +126,7 @@ def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
 
 
 def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, Path]:
-    """Return the files of all recipes of a kind by name, the shipped recipes first; refuse folders without recipes."""
+    """Return the files of all recipes of a kind by name, shipped recipes first; refuse unusable folders and names."""
     problems = Problems(origin)
     files = {path.stem: path for path in sorted((shipped_folder("recipes") / kind).glob("*.toml"))}
     for folder in (Path(os.path.expanduser(given)) for given in extra_dirs):
@@ -145,11 +145,11 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
             problems.add("job.recipe_dirs", show(str(folder)), want, fix)
             continue
         for path in sorted((folder / kind).glob("*.toml")):
-            word = path.stem.partition("-")[2] if kind == "model" else path.stem  # as in a config
+            word = path.stem.partition("-")[2] if kind == "model" else path.stem  # the name in a config
             if word in KINDS[kind].words:
                 want = f'another name: {KINDS[kind].key} = "{word}" is reserved'
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
-            elif path.stem in files and path.resolve() != files[path.stem].resolve():  # not the same file
+            elif path.stem in files and path.resolve() != files[path.stem].resolve():  # two files of one name
                 want = f"a name of its own; {files[path.stem]} is already called that"
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             files.setdefault(path.stem, path)
@@ -179,7 +179,7 @@ def _find(
         flavors = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
         choices = (
             [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
-        )  # a flavor without its architecture
+        )  # `name` may be a flavor alone
     problems, key = Problems(origin), key or KINDS[kind].key
     there = there or answer_to_value(KINDS[kind].key, asked)
     near = nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)

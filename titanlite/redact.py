@@ -42,7 +42,7 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _ENVIRONMENT_URL = re.compile(r"\b(\w+)://([^\s/?#:]*)(?::([^\s/?#]*))?@")
-_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")  # of Hugging Face, which may be read from a file
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")  # of Hugging Face; it may come from a file
 _known: tuple[dict[bytes, bytes], list[str]] = ({}, [])  # the last environment seen, and its secrets
 
 
@@ -81,10 +81,10 @@ def _of_environment() -> list[str]:
 
 
 def _find_in_environment() -> list[str]:
-    """Return the secrets in environment variables, also as quoted for URLs and escaped, the longest first."""
+    """Return the secrets in environment variables, each also quoted for URLs and escaped, the longest first."""
     secrets: set[str] = set()
     for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # no path of a file
+        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # not a file's path
             secrets.add(value)
         for scheme, user, password in _ENVIRONMENT_URL.findall(value):
             if password:

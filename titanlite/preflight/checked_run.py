@@ -199,7 +199,7 @@ def resumes(config: Config) -> bool:
 
 
 def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
-    """Return the dimensions of the model. With `model.flavor` from a checkpoint, a run's own checkpoint comes first."""
+    """Return the dimensions of the model. With flavor `FROM_CHECKPOINT` a saved checkpoint precedes initial weights."""
     if config.model.flavor == FROM_CHECKPOINT and (found := start_of(RunFolder.of(config).checkpoints, config)):
         folder = step_folder(*found)
         return dims_of(folder, read_state(folder, found[1]))

@@ -41,7 +41,8 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str |
         del chooses["data.source"]
     if not is_own_vocabulary:
         chooses["data.tokenizer"] = config.data.tokenizer
-    if config.validation.enable and config.data.source != Config().data.source:  # its default suits the default source
+    # The default of validation.source is a held-out part of the default of data.source.
+    if config.validation.enable and config.data.source != Config().data.source:
         chooses["validation.source"] = config.validation.source
     left = [f"{key} = {show(value)}" for key, value in chooses.items() if key not in origin.places]
     return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
@@ -76,7 +77,7 @@ def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
         else:
             ours = Path(os.path.expanduser(config.data.tokenizer)).read_bytes()
             is_same = ours == content or _of_text(ours) == _of_text(content)
-    except (OSError, ValueError, LookupError, TypeError):  # a file that this run cannot read differs
+    except (OSError, ValueError, LookupError, TypeError):  # an unreadable file counts as different
         is_same = False
     why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
     return None if is_same else f'data.tokenizer = "{config.data.tokenizer}" {why}'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titanlite.errors import ConfigError, Problem, describe
 
-# Each sets the number of processes that it started, but no variable that torch reads.
+# Each of these sets the number of its processes, but no variable that torch reads.
 _OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -126,7 +126,7 @@ def _gpus(name: str, key: str, gib: float | None, world: int) -> Machine:
 
 
 def _rates_by_data_sheet(sheet: DataSheet) -> Rates:
-    """Scale the rates of an H100 to another GPU: matmuls and attention by FLOP/s, the rest by bandwidths."""
+    """Scale the rates of an H100 to another GPU: matmuls and attention by FLOP/s, the rest by bandwidth."""
     rates = measured_rates("h100")
     flops = sheet.flops / _MEASURED.flops
     shares = dict.fromkeys(_FLOPS, flops)

@@ -52,7 +52,7 @@ def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
 
 
 def require_new(flag: str, path: Path) -> None:
-    """Raise ConfigError about the flag that names a file if the file exists or cannot be written."""
+    """Raise ConfigError about `flag`, which names the file `path`, if the file exists or cannot be written."""
     require_place(flag, path)
     if os.path.lexists(path):
         fix = f"remove {path}, or name another"
@@ -61,7 +61,7 @@ def require_new(flag: str, path: Path) -> None:
 
 @contextmanager
 def writable(command: str, flag: str, path: Path) -> Iterator[None]:
-    """Create the folder of a file. Within the context, a failure to write raises RunError about the flag."""
+    """Create the folder of a file. Within the context, raise RunError about `flag` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-_STOP_S = 45.0  # torchrun gives its ranks 30 before it kills them
+_STOP_S = 45.0  # torchrun gives its ranks 30 s before it kills them
 
 
 def processes_of(receipt: Any) -> int | None:
@@ -24,7 +24,7 @@ def run_again(module: str, arguments: Sequence[str], processes: int) -> int:
     """Run a module such as `titanlite.train` in `processes` new processes on this host; print its output if it fails.
 
     Returns:
-        Its exit code.
+        The exit code of the module.
 
     Raises:
         KeyboardInterrupt: this process was interrupted. The new processes have ended, or have got a signal to end.

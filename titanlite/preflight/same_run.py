@@ -33,7 +33,7 @@ _IDENTITY = (
     "training.nudge",
     "optimizer.state_dtype",
 )
-_PATHS = ("data.source", "data.tokenizer")  # each checkpoint has a fingerprint of the content
+_PATHS = ("data.source", "data.tokenizer")  # paths; each checkpoint has a fingerprint of the content
 
 
 def changes_since(recorded: Path, config: Config) -> list[str]:
@@ -62,7 +62,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
     is_same_model = {k: lasting(v) for k, v in dims_was.items()} == {k: lasting(v) for k, v in dims_now.items()}
     problems: list[Problem] = []
     is_mixed = [any(key.startswith("data.mixture[") for key in of) for of in (was, now)]
-    if is_mixed[0] != is_mixed[1]:  # then data.source is missing on one side
+    if is_mixed[0] != is_mixed[1]:  # only one of the two configs has [[data.mixture]]
         identity = [key for key in identity if key != "data.source"]
         sole = [f"data.source = {_toml(of['data.source'])}" for of in (now, was)]
         saw, want = ("[[data.mixture]]", sole[1]) if is_mixed[1] else (sole[0], "[[data.mixture]]")

@@ -84,7 +84,7 @@ class Foreseen:
     """Facts about a run that are found from its model before a start."""
 
     rules: Mapping[str, str]  # update rules by name of the parameter
-    n_elements: int  # both as in `Assembly`
+    n_elements: int  # as in `Assembly`; so is `n_active`
     n_active: int
     saved: int  # bytes of one checkpoint
     no_forecast: Problem | None = None  # why memory, time and collectives are not predicted
@@ -186,7 +186,7 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
         cost = emulation_cost(converted, device)
         warnings = (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()
 
-    # A model of its memory, and activation checkpointing.
+    # The memory model of the run, and activation checkpointing.
     is_known = device.is_gpu or not device.is_named
     why = no_copy_engines(mesh) if is_known and uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why else config.parallelism

@@ -78,7 +78,11 @@ def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
 
 
 def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Return what is wrong with an installed FlashAttention-4, or "". Versions that passed before are not tested."""
+    """Return what is wrong with the installed FlashAttention-4, or "". Versions that passed before are not tested
+    again.
+
+    `width`: elements of a head. `heads_of_key`: heads of queries for each head of keys.
+    """
     on, heads = f"torch {torch.__version__}, {device.name}", f"{heads_of_key} × {width}"
     of = f"{versions}, {on}, {dtype}, {heads}"
     path, passed = _PASSED.expanduser(), list[str]()
@@ -99,7 +103,8 @@ def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, h
 
 
 def _wrong(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Compute pieces and whole samples forward and backward; return which result has more than rounding errors, or "".
+    """Attend over pieces and whole samples, forward and backward; return a result with more than rounding errors, or
+    "".
 
     The bound of 1.5 eps on the norm is for three roundings to 16 bits, of half an eps each: of attention weights and
     gradients of scores before they are multiplied, and of results. `heads_of_key`: heads of queries for each head of

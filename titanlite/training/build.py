@@ -47,7 +47,7 @@ class Run(Assembly):
     parameters: list[nn.Parameter]
     loss: Callable[..., Tensor]
     optimizer: ShardedOptimizer
-    kept_state: dict[str, object]  # buffers and numbers of checkpointed blocks, before the first step
+    kept_state: dict[str, object]  # buffers and numeric attributes of checkpointed blocks, before a step
     routers: Routers | None  # None without experts
     average: WeightAverage | None  # None without `optimizer.ema_decay`
 
@@ -73,7 +73,7 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
         torch.use_deterministic_algorithms(True)
     made = assemble(asked, device, blocks)
     model, mesh, memory, receipt, save_list = made.model, made.mesh, made.memory, made.receipt, made.save_list
-    assert save_list is not None and made.save_list_use is not None  # noqa: S101, PT018  # given on named devices
+    assert save_list is not None and made.save_list_use is not None  # noqa: S101, PT018  # also on a named device
     if config.compile.enable and not device.is_named:
         apply_compile(model)
     predicted = None if device.is_named else _peak(memory, save_list)

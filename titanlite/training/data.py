@@ -72,8 +72,7 @@ class HeldOut(NamedTuple):
     def numbers(self, name: str, loss: float, of: str = "") -> dict[str, float]:
         """Return the validation metrics of a mean loss, in nats per token, by key.
 
-        `name` and `of` end the keys. `name`: of the source, "" for `validation.source`. `of`: "_ema" for averaged
-        weights.
+        Keys end with `of` ("_ema" for averaged weights) and the source's `name` ("" for `validation.source`).
         """
         end = of + (f".{name}" if name else "")
         found = {f"validation_loss{end}": loss}
@@ -83,7 +82,7 @@ class HeldOut(NamedTuple):
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
-    """Tokenize the sources of a run, or start to in the background. Sources that are already tokenized are reused."""
+    """Open the token shards of a run. Missing ones are made now or in the background; `progress`: show a bar."""
     config, vocab_size = asked.config, asked.dims.vocab_size
     train, making = dict[str, Corpus](), None
     keys = {name: key for name, (key, _) in source_keys(config).items()}
@@ -157,7 +156,7 @@ def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # unknown for token files
         applied["documents"] = meta.documents
-    if meta.text_bytes and key.startswith("validation"):  # only for validation are bits per byte computed
+    if meta.text_bytes and key.startswith("validation"):  # bits per byte are for validation only
         applied["text_bytes"] = meta.text_bytes
     left_out = [Skipped(record, "a bad record", is_told=True) for record in named_bad_records(meta)]
     rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"

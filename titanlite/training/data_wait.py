@@ -10,7 +10,7 @@ from titanlite.observe.shared_wait import SharedWait
 from titanlite.receipt import Receipt
 from titanlite.training.data import Corpora, data_entry, require_same_data
 
-_TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # of a wait before its first report; between two reports
+_TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # until the first report of a wait; between two reports
 
 
 @dataclass
@@ -63,7 +63,7 @@ class DataWait:
                 self.receipt.replace(data_entry(key, shards, grew=True))
 
     def others_stop(self) -> bool:
-        """Return whether another rank was asked to stop. In a step it may be waiting for this rank."""
+        """Return whether another rank was asked to stop. It may then be waiting for this rank in a step."""
         return self.shared is not None and self.shared.is_stopped()
 
     def check_ranks(self) -> None:

@@ -70,9 +70,7 @@ class Feed:
             yield batches.padding() if is_damaged or batch is None else batch
 
     def _one_lacks(self, lacks: bool) -> bool:
-        """Return whether any rank that splits sequences with this rank lacks a batch: then all of these ranks use
-        padding.
-        """
+        """Return whether a rank of `context`, or this rank, lacks a batch: then all ranks of `context` use padding."""
         if self.context is None:
             return lacks
         of_any = torch.tensor(int(lacks))

@@ -53,14 +53,14 @@ class Loop:
     run: Run
     feed: Feed
     validation: dict[str, HeldOut]  # by name of the source, "" for `validation.source`
-    evaluation: tuple[Evaluator, int] | None  # and the number of steps between two evaluations
+    evaluation: tuple[Evaluator, int] | None  # the evaluator, and the steps between two evaluations
     checkpoints: Checkpoints
     background: Background | None  # writes checkpoints while training goes on
     report: Report
     profiler: Profiler
     watchdog: Watchdog
     folder: RunFolder
-    identity_of_data: Mapping[str, Any]  # hashes for checkpoints
+    identity_of_data: Mapping[str, Any]  # hashes of the data, for checkpoints
 
     def train(self, start: int) -> int:
         """Train the steps after `start` until the last step, `job.stop_after`, a signal or the end of the data.
@@ -73,7 +73,7 @@ class Loop:
         """
         config, report, feed, comm = self.run.config, self.report, self.feed, self.run.config.comm
         windows, last = windows_of(self.run.model), last_step(config)
-        new_shapes = {start + 1, *report.table.first_steps}  # each is the first step with some shape of batches
+        new_shapes = {start + 1, *report.table.first_steps}  # steps whose batches have a new shape
         in_flight = deque[InFlight]()
         stopping, step, done = False, start, start  # `done`: the last step taken
         end_of_data: NoMoreDataError | None = None
@@ -158,7 +158,7 @@ class Loop:
         if self.background is not None:
             with self._phase(done, "checkpoint", SAVING):
                 self._say_saved(self.background.wait())
-        on_rank_0(self.folder.require_ours)  # no end may be written to the folder of another job
+        on_rank_0(self.folder.require_ours)  # raises if another job has taken the folder
 
     def measures(self, step: int) -> list[Callable[[int], None]]:
         """Return the measurements that are due after a step (validation, evaluation), as functions of the step."""
@@ -179,9 +179,7 @@ class Loop:
         self.report.evaluation(step, scores, time.monotonic() - began, freq)
 
     def validate(self, step: int) -> None:
-        """Log the mean loss over all targets of each held-out source; it is the same on every rank and under any
-        layout.
-        """
+        """Log the mean loss over all targets of each held-out source, the same on every rank and under any layout."""
         numbers: dict[str, float] = {}
         asked, average = self.run.config.validation.weights, self.run.average
         self.run.model.eval()
@@ -196,9 +194,7 @@ class Loop:
         self.report.log(step, numbers)
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
-        """Return the validation metrics of each held-out source. `of` is part of their keys: "_ema" for averaged
-        weights.
-        """
+        """Return the validation metrics of each held-out source. `of` ends their keys: "_ema" for averaged weights."""
         numbers: dict[str, float] = {}
         for name, source in self.validation.items():
             total, targets = validation_loss(self.run, self.feed.held_out(source.batches, step)).tolist()
@@ -216,9 +212,7 @@ class Loop:
             self.report.log(step, float8_numerics(self.run.model, *given))
 
     def _profile(self, step: int) -> None:
-        """Call the profiler. All ranks begin or write a trace together, so that none waits for another in its next
-        step.
-        """
+        """Call the profiler. All ranks begin or write a trace together, so that none waits for another in a step."""
         if self.profiler.edge(step) is None:
             self.profiler.step(step)
             return

@@ -21,7 +21,7 @@ from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.search import changes_that_fit
 from titanlite.observe.memory import memory_gib
 
-_MARGIN = 0.95  # after a prediction that was too low, flags must reduce it to this share
+_MARGIN = 0.95  # if a prediction was too low, flags must reduce memory to this share of it
 _OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")  # for symmetric memory, outside the allocator
 
 
@@ -68,7 +68,7 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
     """
     room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
     if save_list is None:
-        assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+        assert budget is not None  # noqa: S101  # checked in `config/check.py`
         if budget <= room:
             return None
         want = f"at most {room:.1f}, which this device has free"
@@ -113,7 +113,7 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
-    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # is allocated already
+    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # the last is allocated already
     if flags := changes_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]

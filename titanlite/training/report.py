@@ -103,7 +103,7 @@ class Outcome:
     step: int
     lr: float
     numbers: Mapping[str, float]  # by key of metrics.jsonl; {"targets": 0} for a step without targets
-    skipped: bool  # the update was left out
+    skipped: bool  # the update was skipped
     stop_asked: bool  # some rank asks: a signal, a failed save, no more data
     lacked_data: bool  # some rank had no data, so the step was not taken
     attended: float  # mean over all ranks, as `mean_attended` counts
@@ -113,9 +113,7 @@ class Outcome:
 
 
 def epoch(mixture: Mixture, step: int) -> float:
-    """Return the epochs up to a step, of all sources of a mixture together; NaN while the length of a source is
-    unknown.
-    """
+    """Return the epochs up to a step, over all sources of a mixture; NaN while the length of a source is unknown."""
     if SOLE in mixture.units:
         return mixture.epochs(step)[SOLE]
     total = sum(math.nan if count is None else count for count in mixture.units.values())
@@ -150,7 +148,7 @@ class Report:
         self._peak, how = peak_flops(device, dtype)
         tflops = self._peak / 1e12
         console.notice(f"MFU is relative to {tflops:{',.0f' if tflops >= 100 else '.3g'}} TFLOP/s ({how})")
-        self._step_s, self._told_share = 0.0, False  # of a step, by the last logged row
+        self._step_s, self._told_share = 0.0, False  # mean seconds of a step, by the last logged row
         self._told_of_no_targets = False
         self.skipped_in_a_row = 0  # saved in checkpoints, so that a restarted run still reaches the limit
         self.restart_clock()
@@ -209,7 +207,9 @@ class Report:
         return step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
 
     def experts(self, step: int, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Record the tokens of each expert, by layer, in the steps since the last call. `step` is logged or saved."""
+        """Record the tokens of each expert, by layer, since the last call. Called for each step that is logged or
+        saved.
+        """
         for observer in self.observers:
             observer.experts(step, self.table.tokens(step), tokens)
 

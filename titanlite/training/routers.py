@@ -61,8 +61,8 @@ class Routers:
             layer.is_counted = is_counted
 
     def balance(self, skip: Tensor) -> None:
-        """Move the bias of each expert by the recipe's rate: up if it had fewer tokens in this step than the mean, down
-        if more.
+        """Move each bias by the recipe's rate: up if its expert had fewer tokens in this step than the mean, down if
+        more.
 
         Collective; biases remain equal on all ranks.
 
@@ -81,7 +81,7 @@ class Routers:
         torch._foreach_add_(biases, [move[: len(bias)] for move, bias in zip(moves, biases, strict=True)])
 
     def seen(self) -> Tensor:
-        """Return statistics of the routing since the last call, which `read` names. Collective.
+        """Return statistics of the routing since the last call, to be decoded by `read`. Collective.
 
         Returns:
             [numbers] float64 on the device: statistics of layers, then the tokens of each expert.
@@ -102,13 +102,13 @@ class Routers:
         return torch.cat((*of_layers, ranges, counts.flatten()))
 
     def read(self, seen: Sequence[float]) -> SeenRouting:
-        """Return the statistics that `seen` returned, copied to the host, by name."""
+        """Return, by name, the statistics that `seen` returned, once they are copied to the host."""
         n, tokens = len(self._keys), dict[str, Sequence[int]]()
         numbers = dict(zip(self._keys, seen, strict=False))
         widest = (len(seen) - n) // len(self._layers)  # most experts of a layer
         for i, (name, layer) in enumerate(self._layers.items()):
             tokens[self._names[name]] = list(map(int, seen[n + i * widest :][: layer.of.n_experts]))
-        if not any(map(any, tokens.values())):  # no token counts, so means are undefined
+        if not any(map(any, tokens.values())):  # without counted tokens means are undefined
             numbers = {key: number for key, number in numbers.items() if key.startswith("experts_bias_range")}
         return SeenRouting(numbers, tokens)
 
@@ -142,7 +142,7 @@ class _Table:
         return torch.cat([*(layer.counts for layer in self._layers), self._nothing])[self._places]
 
     def least(self, counts: Tensor) -> Tensor:
-        """Return the smallest count among each layer's experts, [layers]; `counts` is as `counts` returns."""
+        """Return the smallest count among each layer's experts, [layers]. `counts`: as from `self.counts()`."""
         return counts.masked_fill(~self._is_expert, torch.inf).amin(1)
 
 

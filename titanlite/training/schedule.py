@@ -1,6 +1,4 @@
-"""Compute the learning rate of a step: linear warm-up, constant, decay. With `training.tokens` it follows tokens, else
-steps.
-"""
+"""Compute the learning rate of a step: linear warm-up, constant, decay. With `training.tokens` it follows tokens."""
 
 import math
 
@@ -23,9 +21,9 @@ def learning_rate(step: int, config: Config, table: StageTable | None = None) ->
 
     Returns:
         The rate. It rises to the peak at step `warmup_steps`, and would reach `min_lr_factor` times the peak one step
-        after the last, so that the last step trains, too. With `training.tokens` it depends on the tokens trained on:
-        this step's are included during warm-up, and not afterwards. If stages have `lr_decay_to`, it falls in these
-        stages only.
+        after the last, so that the last step trains, too. With `training.tokens` it depends on the number of tokens
+        trained on: including this step during warm-up, before this step afterwards. If stages have `lr_decay_to`, the
+        rate falls in these stages only.
     """
     schedule, peak = config.lr_scheduler, config.optimizer.lr
     before, after, warmup, end = step - 1, step, schedule.warmup_steps, config.training.steps
@@ -53,7 +51,9 @@ def _shape(progress: float, decay_type: str) -> float:
 
 
 def _factor_of_stages(at: int, end: int, config: Config, table: StageTable) -> float:
-    """Return the fraction of the peak at `at`, a step or token count, by `lr_decay_to` of stages. `end`: of the run."""
+    """Return the fraction of the peak at `at`, a step or token count, by `lr_decay_to` of stages. The run ends at
+    `end`.
+    """
     starts: dict[int, int] = {}
     for row in table.rows:
         starts.setdefault(row.asked.from_tokens, row.from_tokens if config.training.tokens else row.from_step)

@@ -63,9 +63,7 @@ class Session:
             self.guard.close()
 
     def ended(self, start: int, last: int) -> None:
-        """Report that the run is finished, or what stopped it. If there was no step to train, an earlier report
-        remains.
-        """
+        """Report that the run is finished, or what stopped it. Without a step to train, an earlier report remains."""
         config, console = self.asked.config, self.console
         is_idle, is_finished = start >= last_step(config), last >= config.training.steps
         if is_idle and self.status.idle(is_finished):

@@ -42,7 +42,7 @@ from titanlite.training.state import take_first_weights
 from titanlite.training.step import train_step
 
 SUMS = 16
-_COLUMNS = 1 << 40  # offset of the numbers of columns, larger than any number of a row
+_COLUMNS = 1 << 40  # offset of column numbers, larger than any row number
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from titanlite.receipt import Entry, Receipt, Skipped
 
 
 def require_same_steps(table: StageTable, config: Config) -> None:
-    """Raise CheckpointError if steps are not as many as at the checks, because a checkpoint was saved in between."""
+    """Raise CheckpointError if the number of steps has changed since the checks, as another checkpoint was saved."""
     if table.steps != config.training.steps:
         saw, want = f"{table.steps} steps take training.tokens", f"{config.training.steps}, as a moment ago"
         raise CheckpointError.of("this start", "the checkpoint", saw, want, "start again: another has been saved")
@@ -59,5 +59,5 @@ def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -
 
 
 def _rounded_if_known(epochs: float) -> float | None:
-    """Round a number of epochs for the receipt; None for NaN, the number while the source is still being made."""
+    """Round a number of epochs for the receipt; None for NaN, as while the source is still being tokenized."""
     return None if math.isnan(epochs) else round(epochs, 4)

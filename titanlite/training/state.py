@@ -68,7 +68,7 @@ class Start(NamedTuple):
 
     step: int  # the last step done
     state: SavedState
-    is_branch: bool = False  # the checkpoint is another run's
+    is_branch: bool = False  # whether the checkpoint is another run's
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[str, Any]) -> Start:

@@ -42,12 +42,11 @@ def train_step(
     data for it.
 
     Args:
-        run: the run.
         batches: this rank's micro-batches.
         lr: learning rate.
-        stop_requested: whether this process was asked to stop; the results tell every rank.
+        stop_requested: whether this process was asked to stop; every rank gets this in its results.
         attended: tokens to which a token of the batches attends, as `mean_attended` counts them.
-        sources: names of the sources that batches number, for losses by source.
+        sources: names of sources, in the order of their numbers in batches; for losses by source.
         lacks_data: whether the batches of this rank are padding.
         logged: whether norms of the optimizer's groups are measured.
 
@@ -138,12 +137,12 @@ def _forward_backward(
 
 
 def _of_rank(is_counted: Tensor | None, mesh: Mesh) -> Tensor | None:
-    """Return [M/tp] of [M] tokens: between layers each tensor-parallel rank has M/tp consecutive tokens."""
+    """Return the entries of `is_counted`, [M], for the M/tp consecutive tokens that this rank has between layers."""
     return None if is_counted is None else is_counted.chunk(mesh.tp_size)[mesh.tp.get_local_rank()]
 
 
 def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
-    """Sum `losses`, [B] for sequences, and the numbers of targets over each source: [2, sources] float64."""
+    """Sum `losses`, [B] for sequences, and their numbers of targets by source: [2, sources] float64."""
     assert batch.sources is not None  # noqa: S101
     targets = (batch.targets != IGNORE_INDEX).view(len(losses), -1).sum(1)
     is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # a scatter's order is random
@@ -152,9 +151,7 @@ def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(run: "Run", batches: "Iterable[Batch]") -> Tensor:
-    """Return [2] float64 on the device: the sum of losses and number of targets over all ranks. Ranks have equally many
-    batches.
-    """
+    """Return [2] float64 on the device: summed loss and number of targets over all ranks, each with as many batches."""
     totals = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
         totals[0] += run.loss(run.model(batch.tokens, sequences=batch.sequences), batch.targets)

@@ -24,7 +24,7 @@ from types import FrameType
 from titanlite.observe.stall_report import answer_of
 from titanlite.preflight.launcher import Launcher
 
-_ONE_REQUEST_S = 1.0  # later signals are a new request; launchers send one twice
+_ONE_REQUEST_S = 1.0  # signals within this time are one request: launchers repeat them
 _TAKEN_UP_S = 5.0  # limit for the main thread; torchrun kills after 30 s
 _CLOSED = 0  # ends the thread; no signal has this number
 _LOOK_S = 1.0  # between checks of the launcher
@@ -32,11 +32,10 @@ _LAUNCHER_GONE = "the end of its launcher (job.stop_with_launcher)"
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP while it is entered, and the end of the launcher as a SIGTERM.
+    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP within its context, and the end of the launcher as a SIGTERM.
 
     Before `begin_steps` a signal raises KeyboardInterrupt with its number. Afterwards its name is in `received`, and a
-    second request calls `last_words` and ends the process at once. `saves`: whether a checkpoint is saved before a
-    stop.
+    second request calls `last_words` and ends the process at once. `saves`: whether a stop saves a checkpoint.
     """
 
     def __init__(self, saves: bool, last_words: Callable[[], object], launcher: Launcher | None = None) -> None:

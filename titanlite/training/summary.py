@@ -58,7 +58,7 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
 
 
 def _of_mixture(mixture: Mixture) -> list[str]:
-    """Return for each source of a mixture its share of the run's tokens, and its epochs."""
+    """Return a line for each source of a mixture: its share of the run's tokens, and its epochs."""
     steps = mixture.table.steps
     if SOLE in mixture.units:
         return []

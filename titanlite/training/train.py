@@ -73,7 +73,7 @@ def train(
     Raises:
         TitanliteError: an error that the user can fix; the same on every rank.
     """
-    with folder.write_errors_explained(), ExitStack() as cleanup:  # closing a file may raise its error again
+    with folder.write_errors_explained(), ExitStack() as cleanup:  # also for errors when files are closed
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         console = Console(rank, local_rank, asked.config.training.steps, folder.logs)
         cleanup.callback(console.close)
@@ -217,7 +217,7 @@ def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTa
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
     if run.routers is not None:
         yield ExpertsFile(folder.experts, start, config.training.steps)
-    if not is_idle or not folder.config.exists():  # else the config of the training is kept
+    if not is_idle or not folder.config.exists():  # else the config of the last training remains
         if restored.is_branch:
             remember_branch(config.checkpoint.initial_load_path, folder.path, start)
         kept = folder.record(to_toml(config), to_toml(run.save_list) if run.chosen is not None else None)
