@@ -152,7 +152,7 @@ def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
         return Entry(key, corpus.source, applied | {"tokens_so_far": corpus.tokens}, count=1)
     meta = corpus.meta
     applied |= {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
-    if not meta.source.startswith("hf:"):  # else `skipped` names splits
+    if not meta.source.startswith("hf:"):  # else `skipped` lists splits, not files
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # unknown for token files
         applied["documents"] = meta.documents
