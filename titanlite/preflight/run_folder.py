@@ -107,7 +107,8 @@ class RunFolder:
                 raise
 
     def foresee(self, config: Config) -> list[str]:
-        """Check as `claim` does, but write and lock nothing: a job that starts meanwhile would find the lock taken."""
+        """Make the checks of `claim` without writing or locking: a job that starts meanwhile must find the lock free.
+        """
         with self._access_explained(config):
             require_writable(self.path)
             return self._check(config)

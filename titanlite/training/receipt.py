@@ -153,7 +153,7 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
 
 
 def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
-    """Return the entry of the experts' kernel. A loop over experts, which a GPU runs slowly, is noted as skipped."""
+    """Return the entry of the experts' kernel. On a GPU a loop over experts, which is slow, is noted as skipped."""
     device, (first, *_) = run.mesh.built_for, mixtures
     dtype = getattr(torch, run.config.training.mixed_precision_param)
     shapes = [projection.shape_of_expert for projection in (first.w13, first.w2)]
