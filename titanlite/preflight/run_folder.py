@@ -107,8 +107,7 @@ class RunFolder:
                 raise
 
     def foresee(self, config: Config) -> list[str]:
-        """Make the checks of `claim` without writing or locking: a job that starts meanwhile must find the lock free.
-        """
+        """Make the checks of `claim`, but write and lock nothing: another job that starts must find the lock free."""
         with self._access_explained(config):
             require_writable(self.path)
             return self._check(config)
