@@ -1,1 +1,1 @@
-"""From text to batches. Reading order: sources, tokenizer, shards, prepare, inputs, order, batches, with torch."""
+"""Turn texts into batches. Reading order: sources, tokenizer, shards, prepare, inputs, order, batches (uses torch)."""

@@ -1,9 +1,9 @@
-"""Tokenize sources in a process of its own, while the run that started it trains on what is there.
+"""Tokenize sources in a background process, while the run that started it trains on the tokens written so far.
 
-There is one such process for each run and host, with a thread for each source: tokenizers release Python's lock. It
-writes the same folders as `titanlite prepare` under the same lock: if another process holds that, it waits, and goes on
-if the other ends. It pauses when it is too far ahead of training, and ends with the run, however that ends, as its
-standard input is a pipe from the run.
+A run starts one such process per host, with a thread for each source: tokenizers release Python's lock. It writes the
+same folders as `titanlite prepare`, under the same lock. If another process holds the lock, it waits, and continues the
+work if that process ends early. It pauses when it is too far ahead of training. It ends when the run ends, for whatever
+reason: its standard input is a pipe from the run.
 """
 
 import json
@@ -28,7 +28,7 @@ from titanlite.errors import TitanliteError
 from titanlite.streams import guard_streams
 
 _PROGRAM = "from titanlite.data.background import prepare_for_run; sys.exit(prepare_for_run())"
-_END_SECONDS = 5.0  # after which a process that was asked to end is killed
+_END_SECONDS = 5.0  # time to end after standard input is closed; then the process is killed
 
 
 class BackgroundPreparation:
@@ -41,7 +41,7 @@ class BackgroundPreparation:
             "sources": [[key, corpus.source, str(corpus.folder), corpus.terms] for key, corpus in corpora.items()],
         }
         start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
-        # In a session of its own it gets no Ctrl-C and no signal of a launcher: the run answers these.
+        # A new session keeps Ctrl-C and the signals of a launcher from this process: the run handles them.
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"{start}; {_PROGRAM}"],
             stdin=subprocess.PIPE,
@@ -52,7 +52,7 @@ class BackgroundPreparation:
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
-        for corpus in corpora.values():  # until each is there or being made
+        for corpus in corpora.values():  # wait until each folder exists or is being made
             while not corpus.folder.exists():
                 said = maker_failed(corpus.folder, corpus.terms)
                 if said is None or self._process.poll() is not None:
@@ -60,7 +60,7 @@ class BackgroundPreparation:
                 time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End the process. The next start goes on from what is on disk."""
+        """End the process. The next start of the run continues from the tokens on disk."""
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.close()
         try:
@@ -71,20 +71,21 @@ class BackgroundPreparation:
 
 
 def open_growing(source: str, data: Data, vocab_size: int, key: str) -> Corpus:
-    """Open a source's shards, complete or not. Token files are prepared at once."""
+    """Open the shards of a source, even if they are incomplete. Token files are first prepared completely."""
     planned = plan_preparation(source, data, vocab_size, key)
-    if planned.tokenizer is None or source.startswith("memory://"):  # of this process alone
+    if planned.tokenizer is None or source.startswith("memory://"):  # no other process can read memory://
         make(planned, Progress(f"reading {source}", enable=False))
     return Corpus(planned.folder, planned, grows=not planned.folder.exists())
 
 
 def prepare_for_run() -> int:
-    """Tokenize what standard input asks for, until that is closed; return 0.
+    """Tokenize the sources that the first line of standard input lists; return 0 when all of them are complete.
 
-    If a source cannot be used, the lock file of its folder says why, and the process exits with 2 at once.
+    The process exits with 0 as soon as standard input is closed. If a source cannot be used, the process writes the
+    reason into the lock file of the source's folder and exits with 2.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the run saves a checkpoint meanwhile, and closes the pipe
+        signal.signal(number, signal.SIG_IGN)  # the run handles it: it saves a checkpoint, then closes the pipe
     guard_streams()
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         asked = json.loads(pipe.readline())
@@ -115,13 +116,13 @@ def prepare_for_run() -> int:
 
 
 def _end_for(error: BaseException, folder: Path, terms: str) -> NoReturn:
-    """End this process for an error, and write it where processes that wait for the folder look."""
+    """Write `error` into the lock file of `folder`, which waiting processes read, and end this process with code 2."""
     said = f"{error}"
     if not isinstance(error, TitanliteError):
         traceback.print_exc()
         said = f"the process that tokenizes failed: {type(error).__name__}: {error}"
     try:
         say_failed(folder, terms, said)
-    except OSError:  # nothing can be written
+    except OSError:  # the lock file cannot be written
         sys.stderr.write(f"{said}\n")
     os._exit(2)

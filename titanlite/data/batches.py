@@ -1,14 +1,16 @@
 """Yield the batches of one rank, step by step.
 
-A step trains on the next G samples of the order (G = `training.global_batch_size`, or what a stage has); micro-step m
-of data-parallel rank r takes `local_batch_size` of them, from the (m·dp + r)·local-th on. So a step's samples are the
-same for every number of ranks, and the number of samples trained on, with the stage table, is the whole state.
+A step trains on the next G samples of the order (G = `training.global_batch_size`, or the batch size of a stage). In
+micro-step m, rank r of dp data-parallel ranks takes L = `local_batch_size` of them, starting at number (m·dp + r)·L. So
+a step trains on the same samples for every number of ranks. To resume, the number of samples trained on and the stage
+table are enough.
 
-A thread reads the next step while this one is computed. One thread is enough: a sample is one read of the page cache,
-and the ranks of a host need a few megabytes a second. Worker processes would bring signals, forks and shared memory.
+A thread reads the samples of the next step while the current step is computed. One thread is enough: a sample is one
+read of the page cache, and the ranks of a host need a few megabytes a second. Worker processes would require code for
+signals, forks and shared memory.
 
-Context-parallel ranks are one data-parallel rank here: all read the same samples, and each takes its share of the
-tokens (`context_split.py`).
+The ranks of a context-parallel group count as one data-parallel rank: all read the same samples, and each takes its
+share of the tokens (`context_split.py`).
 """
 
 import time
@@ -45,25 +47,25 @@ _WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, packed: M = local_batch_size · seq_len, or this context-parallel rank's share."""
+    """One micro-batch of one rank, M tokens: local_batch_size · seq_len, or a context-parallel rank's share of them."""
 
     tokens: Tensor  # [M] int64
-    targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
-    sequences: Sequences  # S tokens each, with the documents in them if these are masked
-    sources: Tensor | None = None  # [B] int64, place of each sequence's, or chunk's, source in `TrainBatches.names`
-    is_counted: Tensor | None = None  # [M] bool, which tokens means count, as `counted` says; None: all
+    targets: Tensor  # [M] int64, the next token of the same document; IGNORE_INDEX if there is none
+    sequences: Sequences  # samples of S tokens each; with the bounds of documents if documents are masked
+    sources: Tensor | None = None  # [B] int64, index in `TrainBatches.names` for each sample or (context) chunk
+    is_counted: Tensor | None = None  # [M] bool, tokens that means over tokens include (see `counted`); None: all
 
 
 class TrainBatches:
-    """The micro-batches of one rank in training, without end: epochs follow each other, each in its own order.
+    """The endless micro-batches of one rank in training: epochs follow each other, each in its own order.
 
     Args:
-        sources: samples of each source by name, each of `table.unit_len` tokens.
+        sources: the samples of each source, by its name; each sample has `table.unit_len` tokens.
         table: the stages of the run.
-        dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
-        step: the last step done.
-        window: tokens within which samples are shuffled, at least one sample; 0: the whole source.
-        separators: the id that ends documents, by source, where documents are masked and known.
+        dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same one.
+        step: the last step that was trained.
+        window: samples are shuffled within windows of so many tokens, at least one sample; 0: within the whole source.
+        separators: if documents are masked, the id that ends documents, by source name; None: not known.
         context: the context-parallel ranks; None: this rank has all tokens.
     """
 
@@ -83,10 +85,10 @@ class TrainBatches:
     ) -> None:
         unit_len = table.unit_len
         self.mixture = Mixture(table, SampleCounts(sources))
-        self.names = self.mixture.names if len(sources) > 1 else ()  # of the sources that have losses of their own
-        self.step = step  # the last one whose batches were given
-        self.wait_seconds = 0.0  # for which the last `next` waited for the thread
-        self.lengths = np.array([unit_len])  # tokens of each document of the last `next`; of each sample without masks
+        self.names = self.mixture.names if len(sources) > 1 else ()  # of sources whose losses are kept apart
+        self.step = step  # the last step whose batches were returned
+        self.wait_seconds = 0.0  # time that the last `next` waited for the reading thread
+        self.lengths = np.array([unit_len])  # tokens of each document (unmasked: sample) in the last step
         self._separators = {} if separators is None else separators
         self.is_masked = any(separator is not None for separator in self._separators.values())
         self._sources, self._table, self._window = sources, table, window // unit_len
@@ -97,14 +99,14 @@ class TrainBatches:
 
     @property
     def position(self) -> int:
-        """Return the samples of all steps whose batches were given; a checkpoint keeps it."""
+        """Return the number of samples in all steps whose batches were returned; a checkpoint stores it."""
         return self._table.samples(self.step)
 
     def next(self, while_waiting: Callable[[float], object] = lambda seconds: None) -> list[Batch]:
         """Return the micro-batches of the next optimizer step, on the device.
 
         Args:
-            while_waiting: called about once a second until they are read, with the seconds since this call.
+            while_waiting: called about once a second until the batches are read, with the seconds since the call.
 
         Raises:
             DataError: a shard has changed, or cannot be read any more.
@@ -121,7 +123,7 @@ class TrainBatches:
         return [on_device.batch(n, seq_len, self._context) for n in range(len(on_device.tokens))]
 
     def padding(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step without a target, for a rank that must take part and has no data."""
+        """Return the micro-batches of `step` without any target, for a rank that must take part but has no data."""
         asked = self._table.row(step).asked
         n_micro = asked.sequences // (asked.local_batch_size * self._size)
         sources = np.zeros(asked.local_batch_size, np.int64) if self.names else None
@@ -129,14 +131,14 @@ class TrainBatches:
         return [padding_of(shape, self._device, self.is_masked, self._context, sources)] * n_micro
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that reads batches."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prefetch(self) -> "Future[tuple[_Read, np.ndarray]]":
         return self._thread.submit(self._read, self.step + 1)
 
     def _read(self, step: int) -> "tuple[_Read, np.ndarray]":
-        """Read a step, into pinned memory if it goes to a GPU; return it and the lengths of its documents."""
+        """Read this rank's samples of a step, for a GPU into pinned memory; also return the lengths of documents."""
         row = self._table.row(step)
         places = np.arange(row.asked.sequences).reshape(-1, self._size, row.asked.local_batch_size)[:, self._rank]
         taken = self.mixture.taken(row, self._table.samples(step - 1) + places.ravel())
@@ -153,12 +155,12 @@ class TrainBatches:
         sources = taken.source.reshape(places.shape) if self.names else None
         read = _read_of(pair, starts, sources, self._context)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
+            torch.cuda.set_device(self._device)  # set per thread: without it, pinning uses memory of GPU 0
             read = read.each(Tensor.pin_memory)
         return read, lengths
 
     def _pieces(self, name: str, taken: Taken, own: np.ndarray) -> np.ndarray:
-        """Read the samples of one source: [2, N, S]."""
+        """Return tokens and targets of the samples of source `name`, at the indices `own` of `taken`, [2, N, S]."""
         samples, S = self._sources[name], taken.seq_len
         units = samples.in_order(taken.unit[own], self._seeds[name], self._window)
         found = np.empty((2, len(own), S), np.int64)
@@ -168,18 +170,18 @@ class TrainBatches:
 
 
 class _Read(NamedTuple):
-    """The tensors of a step of a rank; the last two stay on the host."""
+    """The tensors of one rank for all micro-steps of a step; `runs` and `counts` stay on the host."""
 
     tokens: Tensor  # [micro-steps, M] int64
     targets: Tensor  # [micro-steps, M] int64
     is_counted: Tensor  # [micro-steps, M] bool
-    sources: Tensor | None = None  # [micro-steps, B] int64, of each sequence, or chunk
+    sources: Tensor | None = None  # [micro-steps, B] int64, as in `Batch`
     starts: Tensor | None = None  # [micro-steps, M] int32, where the document of each token starts
-    bounds: Tensor | None = None  # [micro-steps, windows, 2, …] int32, of documents; one window without `context`
-    places: Tensor | None = None  # [micro-steps, M] int32; places, chunks and counts with `context` alone
-    chunks: Tensor | None = None  # [micro-steps, windows, 2, …] int64
-    runs: Tensor | None = None  # [micro-steps, windows, …, 5] int64, of bounds
-    counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64
+    bounds: Tensor | None = None  # [micro-steps, windows, 2, …] int32, `Bounds.at`; one window without `context`
+    places: Tensor | None = None  # [micro-steps, M] int32, `Share.columns`; None without `context`
+    chunks: Tensor | None = None  # [micro-steps, windows, 2, …] int64, as in `Share`; None without `context`
+    runs: Tensor | None = None  # [micro-steps, windows, …, 5] int64, `Bounds.runs`
+    counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64, as in `Share`; None without `context`
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
         changed = (None if tensor is None else change(tensor) for tensor in self[:-2])
@@ -201,13 +203,13 @@ class _Read(NamedTuple):
 def _read_of(
     pair: np.ndarray, starts: np.ndarray | None, sources: np.ndarray | None, context: ContextGroup | None
 ) -> _Read:
-    """Pack samples, and take this rank's share of each micro-step.
+    """Join the B samples of each micro-step, and take this context-parallel rank's share of their tokens.
 
     Args:
         pair: [2, micro-steps, B, S], tokens and targets.
-        starts: [micro-steps, B, S], or None.
-        sources: [micro-steps, B], or None.
-        context: as of `TrainBatches`.
+        starts: [micro-steps, B, S], where the document of each token begins; None: documents are not masked.
+        sources: [micro-steps, B], source of each sample, or None.
+        context: as in `TrainBatches`.
     """
     S, packed = pair.shape[-1], pair.reshape(*pair.shape[:2], -1)
     is_counted = counted(pair[1]).reshape(packed.shape[1:])
@@ -223,7 +225,7 @@ def _read_of(
             flat = np.broadcast_to(documents_of_samples(packed.shape[-1], S), packed.shape[1:])
         shares = [share_of_rank(own, S, context) for own in flat]
         columns = np.stack([own.columns for own in shares])
-        of_chunks = columns[:, :: shares[0].length] // S  # the sample of each
+        of_chunks = columns[:, :: shares[0].length] // S  # the sample in which each chunk lies
         of_tokens = {"tokens": packed[0], "targets": packed[1], "is_counted": is_counted, "starts": flat}
         found = {name: np.take_along_axis(of, columns, 1) for name, of in of_tokens.items()}
         found |= {
@@ -240,25 +242,25 @@ def _only_batch(read: _Read, seq_len: int, context: ContextGroup | None, device:
 
 
 def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup | None, device: torch.device) -> Sequences:
-    """Return the sequences of a micro-batch of N tokens for a rank, each sample one document, with their bounds."""
+    """Return this rank's `Sequences` for a micro-batch of `tokens` tokens in which each sample is one document."""
     return padding_of((tokens // seq_len, seq_len), device, True, context).sequences
 
 
 class ValidationBatches:
-    """Every sample of a held-out corpus once, over all ranks; may be iterated any number of times.
+    """The batches of one rank over a held-out corpus; all ranks together read each sample once. Can be iterated again.
 
-    Ranks with nothing left get padding without targets, so that all ranks take the same number of steps, and the sum of
-    losses over the count of targets is that of the corpus under any layout.
+    Ranks without samples left get padding without targets, so that all ranks take the same number of steps. The sum of
+    all losses divided by the number of targets is the same for every number of ranks.
 
     Args:
-        global_batch_size: samples per global batch, of which `steps` are read, from the first sample on.
-        steps: -1: the whole corpus.
-        separator: the id that ends documents, if they are masked.
-        context: as of `TrainBatches`.
+        global_batch_size: samples per global batch.
+        steps: global batches to read from the start of the corpus; -1: the whole corpus.
+        separator: the id that ends documents; None: documents are not masked.
+        context: as in `TrainBatches`.
         key: the config key of the source.
 
     Raises:
-        DataError: the corpus has no sample, or none of those that are read has a target.
+        DataError: the corpus has no sample, or the samples to read have no target.
     """
 
     def __init__(
@@ -288,7 +290,7 @@ class ValidationBatches:
         self._turns = np.arange(turns * per_turn).reshape(turns, dp_size, local_batch_size)[:, dp_rank]
 
     def __len__(self) -> int:
-        """Batches per rank, the same for all."""
+        """Return the number of batches per rank, which is equal on all ranks."""
         return len(self._turns)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -304,7 +306,7 @@ class ValidationBatches:
             yield _only_batch(read, seq_len, self._context, self._device)
 
     def padding(self) -> Batch:
-        """Return a batch without a target, as `TrainBatches.padding`."""
+        """Return a batch without any target, for a rank that must take part in a step without data."""
         shape = self._turns.shape[1], self._samples.seq_len
         return padding_of(shape, self._device, self._separator is not None, self._context)
 
@@ -317,14 +319,14 @@ def padding_of(
     sources: np.ndarray | None = None,
     starts: np.ndarray | None = None,
 ) -> Batch:
-    """Make a batch of [B, S] tokens without a target.
+    """Make a batch of [B, S] tokens of which none has a target.
 
     Args:
         shape: B and S.
-        is_masked: whether attention keeps to documents.
-        context: as of `TrainBatches`.
-        sources: [B] int64, or None.
-        starts: [B·S] int32, where the document of each token begins, with `is_masked`; None: each sample is one.
+        is_masked: whether attention stays within documents.
+        context: as in `TrainBatches`.
+        sources: [B] int64, the source of each sample, or None.
+        starts: [B·S] int32, where the document of each token begins, if `is_masked`; None: each sample is a document.
     """
     pair = np.zeros((2, 1, *shape), np.int64)
     pair[1] = IGNORE_INDEX
@@ -336,7 +338,7 @@ def padding_of(
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Give `cuda` this thread's index; in another thread it would mean GPU 0."""
+    """Add the index of this thread's current GPU to a plain `cuda`, which means GPU 0 in any other thread."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

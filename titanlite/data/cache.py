@@ -1,11 +1,11 @@
-"""A folder that several processes want and one makes.
+"""Let one process make a folder that several processes need.
 
-It is made under another name beside its place and renamed when it is complete, so it is whole or absent. A lock on a
-file beside it lets one process work while the others wait; the system drops the lock when its holder dies, and the next
-process goes on from what was left. The holder writes into the lock file how far it is, so that any process can show
-progress, and why it failed, so that waiting processes with equal limits fail, too, without another try.
+The folder is made under another name and renamed when it is complete, so it is either complete or absent. A lock on a
+file beside it lets one process work while the others wait. The system releases the lock when its holder dies, and the
+next process continues from the content left behind. The holder writes its progress into the lock file, so that any
+process can show it. If it fails, it writes the reason: waiting processes with equal limits then fail without a try.
 
-Several hosts may share the folder where the file system has locks (NFS since version 4, Lustre mounted with `flock`).
+Several hosts may share the folder if the file system has locks (NFS since version 4, Lustre mounted with `flock`).
 """
 
 import fcntl
@@ -34,19 +34,19 @@ def make_once(
     total: int | None,
     on_wait: Callable[[], object] = lambda: None,
 ) -> None:
-    """Make a folder if it is not there, or wait until another process has.
+    """Make a folder if it does not exist, or wait until another process has made it.
 
     Args:
-        folder: its parent exists.
-        make: called with the folder to fill, which is empty or has what an earlier process has left, and with a
+        folder: the folder to make; its parent exists.
+        make: called with the folder to fill, which is empty or has the content left by an earlier process, and with a
             function to call with the bytes read so far.
-        terms: what decides whether `make` fails; a failure is shared by waiting processes with equal terms.
-        progress: shows the work of this process or of the one that is waited for, of `total` bytes, if known.
-        on_wait: called again and again while another process works.
+        terms: the settings that decide whether `make` fails; waiting processes with equal terms fail, too.
+        progress: shows how many bytes of `total` (None: not known) this process, or the working one, has read.
+        on_wait: called repeatedly while another process works.
 
     Raises:
-        DataError: raised by `make`, here or in the process that was waited for.
-        OSError: the folder's place cannot be written, or has no locks.
+        DataError: raised by `make`, in this process or in the one that it waited for.
+        OSError: the parent of the folder cannot be written, or its file system has no locks.
     """
     if folder.exists():
         return
@@ -63,7 +63,7 @@ def make_once(
         if has_waited and (received := _read_lock(lock)).startswith(failed):
             raise DataError(received.removeprefix(failed).rstrip())
         os.truncate(lock, _SAID_BYTES)
-        os.pwrite(lock, b" " * _SAID_BYTES, 0)  # room for a message, also where the disk is full by then
+        os.pwrite(lock, b" " * _SAID_BYTES, 0)  # reserve room for a message: the disk may be full later
         unfinished = unfinished_of(folder)
         if unfinished.is_symlink() or unfinished.is_file():
             unfinished.unlink()
@@ -88,22 +88,22 @@ def make_once(
 
 
 def unfinished_of(folder: Path) -> Path:
-    """Return the place where a folder is made."""
+    """Return the path under which a folder is made until it is complete."""
     return folder.with_name(f"{folder.name}.unfinished")
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the lock file of a folder."""
+    """Return the path of the lock file of a folder."""
     return folder.with_name(f"{folder.name}.lock")
 
 
 def failed_start(terms: str) -> str:
-    """Return how the lock file begins after a failure; the message follows."""
+    """Return the text with which a lock file begins after a failure; the error message follows it."""
     return redact(f"failed, {terms}: ")
 
 
 def say_failed(folder: Path, terms: str, error: object) -> None:
-    """Write into the lock file why a folder could not be made, unless another process makes it."""
+    """Write the reason why a folder could not be made into its lock file, unless another process holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(folder, os.O_RDWR | os.O_CREAT) as file, suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +111,7 @@ def say_failed(folder: Path, terms: str, error: object) -> None:
 
 
 def maker_failed(folder: Path, terms: str) -> str | None:
-    """Return None if a process makes a folder; else why the last one failed, or "".
+    """Return None while a process makes a folder; else the failure recorded under equal `terms`, or "".
 
     Raises:
         OSError: the lock file cannot be read.
@@ -134,7 +134,7 @@ def _lock_file(folder: Path, flags: int) -> Iterator[int]:
 
 
 def _is_free(lock: int) -> bool:
-    """Return whether no process works; a shared lock, as others may look at the same moment."""
+    """Return whether no process holds the lock. Tries a shared lock, as others may test at the same moment."""
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

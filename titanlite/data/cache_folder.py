@@ -1,4 +1,4 @@
-"""Say where a source's shards lie and what they are made of, and check that the cache can hold them."""
+"""Choose the cache folder of a source's shards by everything that determines their content, and check the cache."""
 
 import errno
 import glob
@@ -24,34 +24,34 @@ from titanlite.redact import redact_urls
 
 @dataclass(frozen=True)
 class Preparation:
-    """Say what is to be prepared, how, and where its shards will be."""
+    """The plan for preparing a source: its files, the way to tokenize them, and the folder of its shards."""
 
     source: Source
     data: Data
     vocab_size: int
-    tokenizer: Tokenizer | None  # None: token files
+    tokenizer: Tokenizer | None  # None: the source is token files
     dtype: str
-    stamps: list[tuple[str, int, int]]  # as of `Source.stamps`
+    stamps: list[tuple[str, int, int]]  # path, size and time of each file, by `Source.stamps`
 
     @cached_property
     def folder(self) -> Path:
-        """Return the place of the shards, there or not."""
+        """Return the folder of the shards, which may not exist yet."""
         source, name = redact_urls(self.source.name), Path(self.tokenizer.name).stem if self.tokenizer else self.dtype
         key = self._hash(source, self.stamps)
         return Path(os.path.expanduser(self.data.cache_dir)) / f"{_slug(source)}-{_slug(name)}-{key}"
 
     @property
     def inputs(self) -> str:
-        """Return a hash of tokenizer, names and sizes of files, for as long as the tokens have no fingerprint.
+        """Return a hash of the tokenizer and of the files' names and sizes, used until the tokens have a fingerprint.
 
-        It is the same on other hosts and after a move of the files.
+        The hash is equal on other hosts and after the files have moved.
         """
         sizes = [(os.path.basename(file), size, 0) for file, size, _ in self.stamps]
         return self._hash("" if sizes else redact_urls(self.source.name), sizes)
 
     @property
     def terms(self) -> str:
-        """Return what decides whether the preparation fails, besides what decides the folder."""
+        """Return the settings that decide whether the preparation fails but do not change its folder."""
         limits = f"data.max_bad_records = {self.data.max_bad_records}, max_record_mib = {self.data.max_record_mib}"
         return f"{self.source.key}, {limits}"
 
@@ -62,7 +62,7 @@ class Preparation:
 
     @property
     def max_tokens(self) -> int:
-        """Return the tokens at which reading ends; 0: it reads everything."""
+        """Return the number of tokens at which reading ends; 0: the whole source is read."""
         return max_tokens_of(self.source, self.data)
 
     def check(self, meta: Meta) -> None:
@@ -82,18 +82,18 @@ class Preparation:
         identity = f"{self.tokenizer.fingerprint} {data.text_key}" if self.tokenizer else self.dtype
         cut = f" {self.max_tokens} by pieces" if self.max_tokens else ""
         cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
-        cut += " by file" if source.dataset and source.files else ""  # earlier, `datasets` read the files
+        cut += " by file" if source.dataset and source.files else ""  # titanlite reads these files, not `datasets`
         text = f"{VERSION} {source.kind} {name} {identity} {stamps}{cut}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _slug(name: str) -> str:
-    """Make a name part of a file name; its end, where paths differ, is kept."""
+    """Turn a name into a part of a file name. A long name keeps its end, which tells paths apart best."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"
 
 
 def max_tokens_of(source: Source, data: Data) -> int:
-    """Return the tokens at which reading ends; 0: it reads everything, as of held-out text."""
+    """Return the number of tokens at which reading ends; 0: all is read, as for every key except data.source."""
     return max(0, data.max_tokens) if source.key == "data.source" else 0  # a negative number is reported elsewhere
 
 
@@ -104,7 +104,7 @@ def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
 
 
 def check_cache_is_folder(data: Data) -> None:
-    """Check that the cache is a folder, or can become one."""
+    """Check that `data.cache_dir` is a folder, or that no file prevents its creation."""
     folder = Path(os.path.expanduser(data.cache_dir))
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not os.path.isdir(path):
@@ -113,7 +113,7 @@ def check_cache_is_folder(data: Data) -> None:
 
 
 def check_cache_is_outside(source: Source, data: Data) -> None:
-    """Refuse a cache in the folder of a source, which would include the shards the next time."""
+    """Refuse a cache inside the folder of a source: the next run would read the shards as part of the source."""
     pattern = name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):
         name = name.partition("**")[0] or os.curdir
@@ -132,7 +132,7 @@ def check_cache_is_outside(source: Source, data: Data) -> None:
 
 
 def _is_hidden(cache: Path, pattern: str) -> bool:
-    """Return whether a folder lies in a hidden one below the start of a pattern, which does not enter it."""
+    """Return whether `cache` lies in a hidden folder that `pattern` does not search."""
     path = Path(os.path.expanduser(pattern))
     wild = [] if os.path.lexists(path) else [n for n, part in enumerate(path.parts) if glob.has_magic(part)]
     n_fixed = min(wild, default=len(path.parts))
