@@ -1,8 +1,9 @@
-"""Split the tokens of a micro-batch over context-parallel ranks: equal work of attention, and equally many tokens.
+"""Split the tokens of a micro-batch over context-parallel ranks, with equal attention work and equally many tokens.
 
-The N tokens are cut into chunks of C. Each rank begins with a run of chunks, so that ranks share few documents. While
-one has more to attend to than another, they swap a chunk: a late chunk of a long document, which has many keys, for one
-that has few. The split follows from the documents alone, so all ranks of a group find the same.
+The N tokens are cut into chunks of C tokens. Each rank begins with consecutive chunks, so that few documents lie on
+several ranks. While the work is uneven, the busiest rank swaps a chunk with the least busy one: a late chunk of a long
+document, which has many keys, for a chunk with few keys. The split depends on the documents alone, so all ranks of a
+group compute the same split.
 """
 
 import math
@@ -14,35 +15,35 @@ import numpy as np
 from titanlite.config.check_mesh import RUN
 from titanlite.data.document_starts import bounds_of_run, room_of_run
 
-_MOST_CHUNKS = 64  # of a rank: more would be no more even, and take longer to find
-_FEWEST_CHUNKS = 16  # of a rank, if it has so many: with fewer, swaps do not make ranks even
-_EVEN = 0.01  # difference of two ranks' work, over the mean, that is accepted
+_MOST_CHUNKS = 64  # per rank: with more, the split takes longer and is not more even
+_FEWEST_CHUNKS = 16  # per rank, if its tokens suffice: with fewer, swaps cannot even out the work
+_EVEN = 0.01  # accepted difference between the busiest and the least busy rank, as a fraction of the mean
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that share the tokens of a micro-batch, and this one's place among them."""
+    """The context-parallel ranks that share the tokens of a micro-batch, and the number of this rank among them."""
 
     name: str
     size: int
     rank: int
-    windows: tuple[int, ...] = (0,)  # of the model's layers, each once; 0: none
+    windows: tuple[int, ...] = (0,)  # the different attention windows of the model's layers; 0: no window
 
 
 class Share(NamedTuple):
-    """The tokens that a rank has of a micro-batch, the chunks it sends and gets for their keys, and what they see."""
+    """A rank's tokens of a micro-batch, and the chunks of keys to send (0) and receive (1); P ranks, n chunks each."""
 
-    columns: np.ndarray  # [M] int64, its tokens among the N, in order
+    columns: np.ndarray  # [M] int64, positions of the rank's M tokens among the N, ascending
     length: int  # C, tokens of a chunk
-    chunks: np.ndarray  # [windows, 2, (P - 1)·n] int64, as `titanlite.kernels.context_attention` takes them
-    counts: np.ndarray  # [windows, 2, P] int64
-    bounds: np.ndarray  # [windows, 2, …] int32, as `titanlite.kernels.attention.Bounds` has them
-    runs: np.ndarray  # [windows, n, 5] int64, likewise
+    chunks: np.ndarray  # [windows, 2, (P - 1)·n] int64, chunks to exchange, see `titanlite.kernels.context_attention`
+    counts: np.ndarray  # [windows, 2, P] int64, how many chunks go to, and come from, each rank
+    bounds: np.ndarray  # [windows, 2, …] int32, `at` of `titanlite.kernels.attention.Bounds`
+    runs: np.ndarray  # [windows, n, 5] int64, `runs` of `Bounds`
 
 
 def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Share:
-    """Split a micro-batch; `starts` is [N] int32, where the document of each token begins.
+    """Split a micro-batch of N tokens over the ranks of `group`; return this rank's share.
 
-    S divides N, and `RUN` both.
+    starts: [N] int32, where the document of each token begins. N is a multiple of `seq_len`, and `seq_len` of `RUN`.
     """
     C = chunk_length(len(starts), seq_len, group.size)
     owner = split_by_work(starts, C, group.size)
@@ -68,10 +69,10 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
 
 
 def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds and the runs of a rank's pieces, as `Share` has them; there are at most `most` runs.
+    """Return `Share.bounds` and `Share.runs` of a rank for one window; there are at most `most` runs.
 
-    Consecutive tokens are a run. The keys of its pieces are consecutive, too: all except the first piece begin with
-    their document.
+    A run is consecutive tokens; its pieces are the parts of documents in it. The keys of the pieces are consecutive,
+    too: every piece except the first begins where its document begins.
     """
     at = np.zeros((2, room_of_run(len(columns)) + 16 * most), np.int32)
     runs, room, row = np.zeros((most, 5), np.int64), 0, 0
@@ -90,9 +91,9 @@ def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) 
 
 
 def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
-    """Return C: a multiple of `RUN` that divides a sample, and of which each rank has equally many.
+    """Return C, the tokens of a chunk: a multiple of `RUN` that divides a sample and gives each rank as many chunks.
 
-    They are at most `_MOST_CHUNKS`, unless the next longer C would leave a rank with fewer than `_FEWEST_CHUNKS`.
+    A rank gets at most `_MOST_CHUNKS` chunks, unless the next longer C would leave it fewer than `_FEWEST_CHUNKS`.
     """
     each = tokens // (RUN * ranks)
     runs = math.gcd(each, seq_len // RUN)
@@ -102,7 +103,7 @@ def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
 
 
 def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
-    """Return the rank of each chunk of C tokens, [N / C], equally many to each; `starts` is [N] int32."""
+    """Return the rank of each chunk, [N / C], equally many per rank; `starts`: [N], where a token's document begins."""
     work = _attention_of_chunks(starts, C)
     owner = np.repeat(np.arange(ranks), len(work) // ranks)
     loads = work.reshape(ranks, -1).sum(1)
@@ -113,7 +114,7 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
             return owner
         rich, poor = np.flatnonzero(owner == most), np.flatnonzero(owner == least)
         poor = poor[work[poor].argsort(kind="stable")]
-        # For each chunk of the rich rank, the two of the poor one that come nearest to moving half of the gap.
+        # For each chunk of the rich rank, the two chunks of the poor rank whose swap comes closest to closing the gap.
         at = np.searchsorted(work[poor], work[rich] - gap / 2)
         near = poor[np.stack((at - 1, at)).clip(0, len(poor) - 1)]
         moved = work[rich] - work[near]
@@ -127,15 +128,15 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
 
 
 def _attention_of_chunks(starts: np.ndarray, C: int) -> np.ndarray:
-    """Count the keys of each chunk's tokens in their documents, [N / C] float64."""
+    """Return the work of each chunk, [N / C] float64: the sum of the keys that its tokens attend to."""
     return (np.arange(len(starts)) - starts + 1.0).reshape(-1, C).sum(1)
 
 
 def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.ndarray:
-    """Return which chunks have keys of the tokens of the chunks `own`, [N / C] bool.
+    """Return which chunks contain keys that the tokens of the chunks `own` attend to, [N / C] bool.
 
-    `starts` is [N] int32, `own` are [n] chunks of C tokens. A token sees `window` tokens, itself included; 0: all of
-    its document.
+    starts: [N] int32, where a token's document begins. own: [n] numbers of chunks of C tokens. A token attends to the
+    last `window` tokens of its document, itself included; 0: to all up to itself.
     """
     first = starts[own * C]
     if window:
@@ -147,20 +148,20 @@ def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.
 
 
 def documents_of_samples(tokens: int, seq_len: int) -> np.ndarray:
-    """Return where the document of each token begins if each sample is one, [N] int32."""
+    """Return where the document of each token begins if each sample is one document, [N] int32."""
     places = np.arange(tokens, dtype=np.int32)
     return places - places % seq_len
 
 
 class SplitLoad(NamedTuple):
-    """How even a split is."""
+    """How evenly a split spreads attention and the exchange of keys over ranks."""
 
-    attention: float  # work of the busiest rank over the mean, in layers without a window
-    most: list[float]  # of each window, the keys that the busiest rank gets or sends, over all keys
+    attention: float  # work of the busiest rank divided by the mean, in layers without a window
+    most: list[float]  # per window, the keys that the busiest rank receives or sends, as a fraction of all keys
 
 
 def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequence[int]) -> SplitLoad:
-    """Split a micro-batch over ranks and say how even it is; `starts` is [N] int32."""
+    """Split a micro-batch over ranks; return how even the split is. starts: [N], where a token's document begins."""
     C = chunk_length(len(starts), seq_len, ranks)
     owner = split_by_work(starts, C, ranks)
     work = np.bincount(owner, _attention_of_chunks(starts, C), ranks)
@@ -169,6 +170,6 @@ def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequenc
     for window in windows:
         seen = np.stack([seen_chunks(starts, C, own, window) for own in of_rank])  # [P, N / C]
         got = seen.sum(1) - len(of_rank[0])
-        sent = np.bincount(owner, seen.sum(0) - 1, ranks)  # each is seen by its owner
+        sent = np.bincount(owner, seen.sum(0) - 1, ranks)  # without the owner, which sees all its chunks
         most.append(float(max(got.max(), sent.max())) / len(owner))
     return SplitLoad(float(work.max() / work.mean()), most)

@@ -1,11 +1,11 @@
-"""Read a corpus of token ids: whole, or while another process still tokenizes it (`background.py`).
+"""Read a corpus of token ids, complete or while another process still tokenizes it (`background.py`).
 
-Each sample is read through the page cache, which all ranks of a host share, and its file is closed again: a corpus of
-thousands of files keeps no descriptors and mappings, and one that shrinks kills no process with SIGBUS. Each block is
-held against its hash before its first token is read, as a file may change at equal size.
+Each sample is read through the page cache, which all ranks of a host share, and its file is closed again. So a corpus
+of thousands of files needs no open descriptors or mappings, and a file that shrinks kills no process with SIGBUS. Each
+block is checked against its hash before its first use, as a file may change without a change of size.
 
-Reading waits for tokens that are not there yet. The folder that is being made says how many are there
-(`shard_writer.py`); its lock, whether a process still makes it (`cache.py`).
+Reading waits for tokens that are not written yet. The `progress.json` of the unfinished folder has the number of tokens
+written (`shard_writer.py`). The folder's lock shows whether a process still works on it (`cache.py`).
 """
 
 import math
@@ -23,18 +23,18 @@ from titanlite.data.shard_writer import read_made, read_shard, shard_name, want,
 from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, hashed_files, shard_unreadable
 from titanlite.errors import DataError, NoMoreDataError
 
-_LOOK_SECONDS = 1.0  # between looks at whether somebody still works
-_ALONE_SECONDS = 4.0  # without a maker, before it is an error: another process may be about to go on
+_LOOK_SECONDS = 1.0  # between checks whether a process still makes the shards
+_ALONE_SECONDS = 4.0  # without a process that makes the shards, before an error: another may be about to continue
 
 
 class Corpus:
-    """Read a corpus of token ids, from any thread and any process.
+    """A corpus of token ids, which any thread and any process can read.
 
-    `planned` is how its shards are made, if known; one that `grows` is still being made.
+    `planned`: the plan by which its shards are made, if known. `grows`: the shards are still being made.
 
     Raises:
-        DataError: meta.json cannot be read, a shard is missing or has another size than it says, or `planned` allows
-            less than is there.
+        DataError: meta.json cannot be read, a shard is missing or does not have the size that meta.json states, or the
+            corpus violates a limit of `planned`.
     """
 
     def __init__(self, folder: Path, planned: Preparation | None = None, grows: bool = False) -> None:
@@ -45,11 +45,11 @@ class Corpus:
         self.tokenizer = planned.tokenizer.fingerprint if planned and planned.tokenizer else ""
         self.separator = planned.separator if planned else None
         self.inputs, self.terms = (planned.inputs, planned.terms) if planned else ("", "")
-        self.wanted = 0  # tokens that were asked for, while it grows
+        self.wanted = 0  # tokens requested from the process that makes the shards
         self._meta: Meta | None = None
-        self._full: list[Shard] = []  # while it grows
-        self._damage: DataError | None = None  # of the shard behind these
-        self._there: tuple[list[HashedFile], np.ndarray] = [], np.zeros(1, np.int64)  # files, and tokens before each
+        self._full: list[Shard] = []  # the full shards of an incomplete corpus
+        self._damage: DataError | None = None  # damage of the first shard after `_full`
+        self._there: tuple[list[HashedFile], np.ndarray] = [], np.zeros(1, np.int64)  # files; tokens before each
         self._alone_since, self._looked = math.inf, -math.inf
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -60,38 +60,38 @@ class Corpus:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all tokens are there."""
+        """Return whether the corpus is complete."""
         return self._meta is not None
 
     @property
     def meta(self) -> Meta:
-        """Return the meta.json of a whole corpus."""
+        """Return the content of meta.json; only a complete corpus has it."""
         assert self._meta is not None  # noqa: S101
         return self._meta
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens that are there."""
+        """Return the number of tokens that can be read so far."""
         return int(self._there[1][-1])
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of all tokens; "" until it is whole."""
+        """Return the fingerprint of all tokens; "" until the corpus is complete."""
         return self._meta.fingerprint if self._meta else ""
 
     @property
     def activity(self) -> tuple[int, int]:
-        """Return numbers that change while a process makes it."""
+        """Return the number of tokens and the time of the lock file; a process that makes shards changes them."""
         with suppress(OSError):
             return self.tokens, lock_of(self.folder).stat().st_mtime_ns
         return self.tokens, 0
 
     def wait(self, tokens: int) -> int | None:
-        """Wait until so many tokens are there, or all; return the number of all tokens, or None if not yet known.
+        """Wait until `tokens` tokens can be read or the corpus is complete; return its size if complete, else None.
 
         Raises:
-            NoMoreDataError: they will not come: the process that makes them has failed, or this is closed.
-            DataError: the .json of their shard is damaged.
+            NoMoreDataError: the tokens will not come: the process that makes them has failed, or `close` was called.
+            DataError: the .json file of a shard is damaged.
         """
         while not self.is_whole:
             self.poll()
@@ -101,7 +101,7 @@ class Corpus:
                 raise damage
             if self._closed.is_set():
                 raise NoMoreDataError(f"{self.source!r}: closed while token {tokens:,} was waited for")
-            self.wanted = 0  # another reader may have overwritten it with a smaller number
+            self.wanted = 0  # repeat the request: another reader may have overwritten it with less
             self._want(tokens)
             time.sleep(POLL_SECONDS)
         if not self.is_whole:
@@ -109,11 +109,11 @@ class Corpus:
         return self.tokens if self.is_whole else None
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Copy tokens across shard boundaries, [count] int64; wait for those that are not there yet.
+        """Return the tokens `start` … `start + count - 1` of the corpus, [count] int64; wait until they are written.
 
         Raises:
-            IndexError: there are no such tokens.
-            NoMoreDataError: they will not come.
+            IndexError: the corpus ends before these tokens, or an argument is negative.
+            NoMoreDataError: the tokens will not come, see `wait`.
             DataError: a shard has changed, or cannot be read.
         """
         self.wait(start + count)
@@ -130,11 +130,11 @@ class Corpus:
                 return self._copy(start, count)
 
     def blocks(self) -> Iterator[tuple[HashedFile, int]]:
-        """Return the blocks of all shards, as `check` takes them."""
+        """Yield the file and number of each block of the shards, the arguments of `check`."""
         return ((file, block) for file in self._there[0] for block in range(len(file.checked)))
 
     def check(self, file: HashedFile, block: int) -> None:
-        """Hold a block against its hash, once.
+        """Check a block against its hash, unless it was checked before.
 
         Raises:
             DataError: the shard has changed, or cannot be read.
@@ -143,7 +143,7 @@ class Corpus:
             file.check(block)
 
     def poll(self) -> None:
-        """Look how many tokens are there.
+        """Update the number of tokens that can be read.
 
         Raises:
             NoMoreDataError: no process makes more, or the cache cannot be read.
@@ -155,7 +155,7 @@ class Corpus:
             if time.monotonic() - self._looked < _LOOK_SECONDS and self._unfinished.exists():
                 return
             self._looked = time.monotonic()
-            said = maker_failed(self.folder, self.terms)  # before `exists`: a maker renames the folder, then ends
+            said = maker_failed(self.folder, self.terms)  # call before `exists`: a maker renames the folder, then ends
             if self.folder.exists():
                 self._open()
                 wanted_of(self._unfinished).unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class Corpus:
                     raise self._abandoned()
 
     def close(self) -> None:
-        """End all waits with an error."""
+        """Make `wait` raise an error, also for threads that wait already."""
         self._closed.set()
 
     def _open(self) -> None:
@@ -203,7 +203,7 @@ class Corpus:
         self._there = files, _starts(shards)
 
     def _want(self, tokens: int) -> None:
-        """Tell the maker how many tokens are needed: it limits its lead by that."""
+        """Request tokens from the process that makes the shards: it goes only a limited number beyond the request."""
         if tokens > self.wanted:
             with self._explained():
                 want(self._unfinished, tokens)
@@ -211,7 +211,7 @@ class Corpus:
 
     @contextmanager
     def _explained(self, folder: Path | None = None) -> Iterator[None]:
-        """Turn errors of files into a DataError that says what to do."""
+        """Turn errors from reading files in the block into a DataError that names the fix."""
         folder = folder or (self.folder if self.is_whole else self._unfinished)
         want = f"the content that {folder / 'meta.json'} was written for"
         try:
@@ -219,7 +219,7 @@ class Corpus:
         except ChangedFileError as e:
             raise damaged(folder, str(e), want) from e
         except OSError as e:
-            if folder == self._unfinished and self._planned:  # an error that all ranks hear of
+            if folder == self._unfinished and self._planned:  # this type of error reaches all ranks
                 raise NoMoreDataError(*unusable_cache(self._planned.data, e).args) from e
             if isinstance(e, FileNotFoundError):
                 raise damaged(folder, f"{e.filename} is missing", want) from e
@@ -243,5 +243,5 @@ class Corpus:
 
 
 def _starts(shards: Sequence[Shard]) -> np.ndarray:
-    """Return the number of tokens before each shard, and of all."""
+    """Return the number of tokens before each shard, and at the end the number of all tokens."""
     return np.cumsum([0] + [shard.tokens for shard in shards])

@@ -1,7 +1,7 @@
-"""Find the documents in samples of tokens: each ends with a separator.
+"""Find the documents in samples of tokens: each document ends with a separator id.
 
-A text that holds a separator is a bad record, so that the tokens themselves say where documents end, whatever a sample
-is cut from; there is no index beside them.
+A text that contains the separator is refused as a bad record. So the tokens alone show where documents end, however
+samples are cut, and no index of documents is needed.
 """
 
 from collections.abc import Iterable
@@ -12,19 +12,19 @@ from titanlite.errors import DataError
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 NO_SEPARATOR = -1
-"""The separator of a sample whose documents are not known, so that the sample counts as one."""
+"""The separator of a sample whose documents are not known, so that the sample counts as one document."""
 
 
 def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
-    """Say where the document of each token begins.
+    """Return where the document of each token begins.
 
     Args:
-        tokens: [..., B, S], samples that are packed B at a time.
+        tokens: [..., B, S], ids of B samples of S tokens that are joined to B · S tokens.
         separators: [B] or [..., B], the id that ends a document in each sample, or NO_SEPARATOR.
 
     Returns:
-        [..., B, S] int32: places among the B · S tokens that are packed. A sample's first token begins a document,
-        and so does each token after a separator.
+        [..., B, S] int32, the position of the document's first token among the B · S tokens. The first token of a
+        sample begins a document, and so does each token after a separator.
     """
     B, S = tokens.shape[-2:]
     places = np.arange(B * S, dtype=np.int32).reshape(B, S)
@@ -34,19 +34,19 @@ def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
 
 
 def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
-    """Remove the target of each separator in tokens and targets, [2, …, B, S]; return `document_starts`."""
+    """Remove the target of each separator in `pair`, tokens and targets, [2, …, B, S]; return `document_starts`."""
     tokens, targets = pair
     targets[tokens == separators[..., None]] = IGNORE_INDEX
     return document_starts(tokens, separators)
 
 
 def counted(targets: np.ndarray) -> np.ndarray:
-    """Say which tokens count in means over tokens: those that have a target, or are a target of their sample.
+    """Return which tokens count in means over tokens: those with a target, and those that are a target in the sample.
 
-    The rest is padding, or the last token of a document whose other tokens are not in the sample.
+    All other tokens are padding, or the last token of a document whose earlier tokens are not in the sample.
 
     Args:
-        targets: [..., S], IGNORE_INDEX where a token has none.
+        targets: [..., S], IGNORE_INDEX where a token has no target.
 
     Returns:
         [..., S] bool.
@@ -58,9 +58,9 @@ def counted(targets: np.ndarray) -> np.ndarray:
 
 
 def require_target(ids: Iterable[np.ndarray], separator: int | None, source: str, key: str) -> None:
-    """Raise a DataError if all `ids` of a source are separators: where documents are masked, none has a target.
+    """Raise a DataError if all `ids` of a source are separators: with masked documents no token would have a target.
 
-    `separator` is None where documents are not masked.
+    `separator` is None if documents are not masked; nothing is checked then.
     """
     if separator is None or any((some != separator).any() for some in ids):
         return
@@ -70,14 +70,14 @@ def require_target(ids: Iterable[np.ndarray], separator: int | None, source: str
 
 
 def document_lengths(starts: np.ndarray) -> np.ndarray:
-    """Count the tokens of each document of packed samples, [n], in order."""
+    """Return the number of tokens of each document, [documents]; `starts` is the result of `document_starts`."""
     packed = starts.reshape(-1, starts.shape[-2] * starts.shape[-1])
     begins = packed == np.arange(packed.shape[1])
     return np.diff(np.append(np.flatnonzero(begins), packed.size))
 
 
 def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where documents begin as `titanlite.kernels.attention.Bounds` has it, [2, n] int32 and [1, 5] int64."""
+    """Return `titanlite.kernels.attention.Bounds` as arrays, [2, n] int32 and [1, 5] int64; `starts` is [M] int32."""
     M = len(starts)
     begins = np.flatnonzero(starts == np.arange(M))
     at = np.full((2, room_of_run(M)), M, np.int32)
@@ -86,22 +86,22 @@ def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bounds_of_run(pieces: int) -> int:
-    """Return how many bounds a run of pieces has: padded to a multiple of 16, and the end.
+    """Return how many bounds a run has: `pieces` rounded up to a multiple of 16, plus 1 for the end.
 
-    Kernels choose anew how they divide the work for each number of bounds.
+    Rounding keeps the number of different values small: for each one, kernels choose anew how to divide their work.
     """
     return -(-pieces // 16) * 16 + 1
 
 
 def room_of_run(pieces: int) -> int:
-    """Return the room for a run's bounds: the next run's begin at a multiple of 64 bytes."""
+    """Return the int32 numbers to reserve for a run's bounds, so that the next run begins at a multiple of 64 bytes."""
     return -(-pieces // 16) * 16 + 16
 
 
 def twice_attended(lengths: np.ndarray, window: int = 0) -> int:
-    """Return twice the pairs of tokens that attention forms in documents, a token with itself counted by half.
+    """Return twice the number of pairs (query, key) in documents of `lengths` tokens; a token with itself counts half.
 
-    A document of n tokens has W·(2·n − W), where a token attends to at most W, itself included; n² without a window.
+    A document of n tokens has W·(2·n − W) if a token attends to at most W tokens, itself included; n² without a window.
     """
     W = np.minimum(window or lengths, lengths)
     return int((W * (2 * lengths - W)).sum())

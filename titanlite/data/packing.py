@@ -1,13 +1,13 @@
-"""Read samples that hold whole documents: the bins of `data.packing = "best_fit"`, by an index beside the shards.
+"""Read samples made of uncut documents: the bins of `data.packing = "best_fit"`, found by an index of the shards.
 
-The index for one length of samples is a folder, `<shards>.packed-<S>-<separator>`, with `spans.bin`: the start in the
-row of tokens (int64) and the length (int32) of each piece, bin by bin; `offsets.bin`: the place there of each bin's
-first piece (int64, and one more); and `meta.json`. They have 12 bytes a piece and 8 a bin, about one hundredth of the
-tokens. It is made once, as shards are (`cache.py`), and each block is held against its hash before its first use.
+The index for samples of S tokens is the folder `<shards>.packed-<S>-<separator>`. Its `spans.bin` has the start in the
+corpus (int64) and the length (int32) of each piece, bin by bin. Its `offsets.bin` has the number of the first piece of
+each bin, and at the end the number of all pieces (int64). Its `meta.json` has counts and hashes. The index is about one
+hundredth of the tokens. It is made once, like shards (`cache.py`), and each block is checked against its hash once.
 
-A sample is a bin: its pieces, then separators up to S tokens, each a document of its own without a target. The last
-token of a document has no target either; the last token of any other piece has the first of the next piece as target.
-So each token that follows another of its document is predicted once in an epoch.
+A sample is a bin: its pieces, then separators as padding up to S tokens, of which each is a document without a target.
+The last token of a document has no target either. If a document continues after a piece, the piece's last token has the
+next token of the document as its target. So an epoch predicts every token of a document except the first exactly once.
 """
 
 import dataclasses
@@ -33,23 +33,23 @@ from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 _VERSION = 1
 COUNTED_TOKENS = 1 << 30
-"""Tokens of a source whose documents are only counted: two seconds on a core."""
-_BLOCK_TOKENS = 1 << 22  # that are looked through for separators at once
+"""Tokens of a source that are read to count its documents and bins: two seconds on one core."""
+_BLOCK_TOKENS = 1 << 22  # tokens that are searched for separators at once
 _OFFSET = np.dtype("<i8")
 _INDEX = "what was written with its meta.json", "index of packed samples"
 
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """How the documents of a source fit into samples."""
+    """Counts of the documents of a source, and of the samples of S tokens made from them."""
 
     seq_len: int  # S
     tokens: int
-    documents: int  # the last counts though no separator follows
+    documents: int  # includes the last one, even if no separator ends it
     longer: int  # documents of more than S tokens
     crossing: int  # documents of at most S tokens that `concat` cuts
-    whole: int  # documents that `best_fit` has whole in a bin
-    bins: int  # of `best_fit`
+    whole: int  # documents that `best_fit` does not cut
+    bins: int  # samples that `best_fit` makes
 
     @property
     def padded(self) -> int:
@@ -57,7 +57,7 @@ class PackingCounts:
         return self.bins * self.seq_len - self.tokens
 
     def table(self) -> list[list[str]]:
-        """Return the rows of a table of both ways to pack, its head first."""
+        """Return the rows of a table that compares `concat` and `best_fit`, the heading first."""
         n_concat, dropped = divmod(max(0, self.tokens - 1), self.seq_len)
         share = f"{self.padded / max(1, self.bins * self.seq_len):.2%}"
         return [
@@ -72,10 +72,10 @@ class PackingCounts:
 
 
 class PackedSamples(Samples):
-    """The bins of a source, as samples of whole documents.
+    """The samples of a source that `best_fit` has packed: each is a bin of documents or pieces of documents.
 
     Raises:
-        DataError: the index is not of these shards, or damaged.
+        DataError: the index in `folder` was made from other shards, or is damaged.
     """
 
     def __init__(self, shards: Corpus, folder: Path) -> None:
@@ -100,14 +100,14 @@ class PackedSamples(Samples):
         return self.counts.bins
 
     def require(self, least: int, key: str) -> None:
-        """Raise if there are fewer than a run needs."""
+        """Raise a DataError if there are fewer than `least` bins; `key` is the config key of the source."""
         if self.n < least:
             saw = f"{self.shards.meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
             fix = "give more text, or a smaller training.seq_len or batch"
             raise DataError.of("data", key, saw, f"at least {least:,} samples, those of a step", fix)
 
     def spans(self, sample: int) -> list[tuple[int, int]]:
-        """Return the pieces of a sample; raise a DataError if the index has changed, or cannot be read any more."""
+        """Return (start, length) of a sample's pieces; raise a DataError if the index has changed or cannot be read."""
         try:
             first, last = self._offsets.read(sample, 2).tolist()
             return self._spans.read(first, last - first).tolist()
@@ -115,7 +115,7 @@ class PackedSamples(Samples):
             raise damaged(self.folder, f"{type(e).__name__}: {e}", *_INDEX) from e
 
     def read(self, sample: int) -> np.ndarray:
-        """Read a bin, its tokens and targets, [2, S] int64."""
+        """Return the tokens and targets of a bin, [2, S] int64."""
         tokens, targets = pair = np.empty((2, self.seq_len), np.int64)
         tokens[:], targets[:] = self.separator, IGNORE_INDEX
         at = 0
@@ -129,12 +129,12 @@ class PackedSamples(Samples):
 
 
 def index_folder(shards: Corpus, seq_len: int) -> Path:
-    """Return the place of an index, there or not."""
+    """Return the folder of the packing index of `shards`, which may not exist yet."""
     return shards.folder.with_name(f"{shards.folder.name}.packed-{seq_len}-{shards.separator}")
 
 
 def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples:
-    """Open the index of some shards; make it first if it is not there.
+    """Open the packing index of `shards`; make it first if it does not exist.
 
     Any number of processes may call this at once: one works, the others wait.
 
@@ -161,18 +161,18 @@ def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Pac
 
 
 def open_samples(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Samples:
-    """Open the samples of a source that is trained on, as `data.packing` makes them."""
+    """Open the samples of a training source, packed as `data.packing` sets."""
     return open_packed(shards, data, seq_len, progress) if data.packing == "best_fit" else Samples(shards, seq_len)
 
 
 def prepared_samples(shards: Corpus, data: Data, seq_len: int) -> Samples | None:
-    """Open the samples of a source as `open_samples` does; None: it is not packed yet."""
+    """Open the samples of a source as `open_samples` does, or return None if they would have to be packed first."""
     is_there = data.packing == "concat" or index_folder(shards, seq_len).is_dir()
     return open_samples(shards, data, seq_len, progress=False) if is_there else None
 
 
 def documents_in_words(shards: Corpus, counts: PackingCounts | None) -> str:
-    """Say how many documents a source has, by its meta.json or else by what was counted."""
+    """Return the number of documents of a source as text, from its meta.json or else from `counts`."""
     if shards.meta.documents or counts is None:
         return f"{shards.meta.documents:,}" if shards.meta.documents else "not known"
     part = f" in the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""
@@ -187,15 +187,15 @@ def count_packing(
     store: Callable[[np.ndarray, np.ndarray], object] = lambda pieces, each: None,
     report: Callable[[int], object] = lambda tokens: None,
 ) -> PackingCounts:
-    """Count what packing makes of the first `limit` tokens of a source.
+    """Pack the first `limit` tokens of a source, and return the counts of documents and bins.
 
-    `store` is called with what `packed_windows` yields, `report` with the number of tokens that were looked through.
+    `store` is called with each pair of arrays of `packed_windows`, `report` with the number of tokens read so far.
     """
     bins, cuts, tokens = 0, DocumentCuts(seq_len), min(limit, shards.tokens)
     for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, tokens, report), seq_len):
         store(pieces, each)
         bins += len(each)
-    whole = cuts.documents - cuts.longer  # no document is cut that fits
+    whole = cuts.documents - cuts.longer  # no document of at most S tokens is cut
     return PackingCounts(seq_len, tokens, cuts.documents, cuts.longer, cuts.crossing, whole, bins)
 
 
@@ -220,7 +220,7 @@ def _write_index(
 def _pieces_of(
     shards: Corpus, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
-    """Cut the first tokens of a source into pieces; the last document ends where they end."""
+    """Yield the pieces of the first `tokens` tokens of a source; the last document ends with these tokens."""
     for start in range(0, tokens, _BLOCK_TOKENS):
         until = min(start + _BLOCK_TOKENS, tokens)
         ends = np.flatnonzero(shards.read(start, until - start) == separator) + start + 1
