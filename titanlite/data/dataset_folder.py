@@ -1,13 +1,13 @@
-"""Find what `datasets` chooses without being asked: the files of a local folder, and how text becomes records.
+"""Control the choices that the `datasets` library makes by itself: which files of a folder it reads, and how.
 
-Where names say what is training data (train-0.jsonl, test/a.parquet) it takes these alone, else the files of the most
-frequent type. What it has chosen is asked of it, not derived. A file that it did not choose may be records that were
-meant to be trained on, or lie there for another reason, as a licence: its name decides. A folder whose README says
-which files to read is read as that says.
+If file names contain split names (train-0.jsonl, test/a.parquet), the library reads only these files, else the files of
+the most frequent type. Its choice is queried from the library, not derived. A file that it leaves out may contain
+records meant for training, or be something else, such as a licence: the file's name decides. If the folder's README
+lists the files to read, the library follows it and nothing is checked.
 
-Files that titanlite reads itself it reads here, too, so that their documents are the same with and without `hf:`: the
-library cuts text at newlines and drops these, and takes strings that look like dates for dates. Of what is left, text
-is one document per file, and "NA" in a table is text.
+titanlite reads the file types that it knows itself, so that their documents are the same with and without `hf:`. The
+library would cut text at newlines and drop these, and turn strings that look like dates into dates. For other types the
+options of the library are set such that a text file is one document and "NA" in a table stays text.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from titanlite.errors import DataError
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
-_OWN = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # .json.gz may be one value, which the library reads
+_OWN = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # not .json.gz: only the library reads one JSON value
 _OPTIONS = {"sample_by": "document", "encoding": "utf-8-sig", "keep_default_na": False, "parse_agent_traces": False}
 _RECORDS = re.compile(r"\.(jsonl|ndjson|parquet|csv|tsv|arrow)(\.(gz|zst|xz|bz2|lz4|zip))?$", re.IGNORECASE)
 _BESIDE = re.compile(
@@ -34,13 +34,13 @@ _BESIDE = re.compile(
 
 
 def left_out(source: Source) -> list[str]:
-    """Compare a local folder with what `datasets` reads of it, in all its splits.
+    """Find the files of a local folder that `datasets` reads in none of its splits.
 
     Returns:
-        One line about files that are left out and are no records, or none.
+        A list with one line that counts these files, or an empty list.
 
     Raises:
-        DataError: records are left out, or what has the suffix of those that are read.
+        DataError: one of these files seems to contain records, as its suffix is of a record format or of a read file.
     """
     from datasets.load import dataset_module_factory
 
@@ -51,7 +51,7 @@ def left_out(source: Source) -> list[str]:
         return []
     splits = [files for one in found.builder_configs for files in (one.data_files or {}).values()]
     chosen = {Path(f).resolve() for files in splits for f in files}
-    # All but what `datasets` never reads: hidden files, folders named as __pycache__, its own descriptions.
+    # Leave out the files that `datasets` never reads: hidden ones, README.md, and those in folders like __pycache__.
     names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
     own = (Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md")
     below = [f for f in own if f.is_file()]
@@ -64,7 +64,7 @@ def left_out(source: Source) -> list[str]:
 
 
 def builder_of(source: Source) -> "DatasetBuilder":
-    """Make what reads a dataset through `datasets`, its defaults set so that they change no text."""
+    """Return the `datasets` builder of a dataset, with options under which the library does not change texts."""
     from datasets import load_dataset_builder
 
     assert source.dataset  # noqa: S101  # it is one
@@ -76,13 +76,13 @@ def builder_of(source: Source) -> "DatasetBuilder":
         raise source.refused(what, "the dataset as it is on the hub", fix)
     for name, value in _OPTIONS.items():
         field = next((f for f in dataclasses.fields(builder.config) if f.name == name), None)
-        if field is not None and getattr(builder.config, name) == field.default:  # the README may say otherwise
+        if field is not None and getattr(builder.config, name) == field.default:  # not set by the README
             setattr(builder.config, name, value)
     return builder
 
 
 def own_files(builder: "DatasetBuilder", split: str) -> tuple[Path, ...]:
-    """Return the files of a split if titanlite reads all of them itself, else nothing."""
+    """Return the files of a split if titanlite can read all of them itself, else an empty tuple."""
     given = {"name", "version", "data_dir", "data_files", "description"}
     fields = [f for f in dataclasses.fields(builder.config) if f.name not in given]
     defaults = {f.name: _OPTIONS.get(f.name, f.default) for f in fields}
@@ -106,7 +106,7 @@ def _folder_refused(source: Source, folder: str, records: list[Path], suffixes: 
 
 
 def _suffix(file: Path) -> str:
-    """Return the suffix, with that of the compression: `.jsonl.gz`."""
+    """Return the suffix of a file, including the suffix of its compression: `.jsonl.gz`."""
     match = _RECORDS.search(file.name)
     return match[0] if match else file.suffix
 

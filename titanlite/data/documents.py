@@ -1,8 +1,8 @@
-"""Read the documents of a source: its texts.
+"""Read the documents (texts) of a source.
 
-A record that cannot be decoded is counted by the `Tally`, which names the first ones; one more than
-`data.max_bad_records` ends the reading. One process reads the source from its beginning, once (prepare.py). A restart
-goes on behind the records that the tally has counted: those of the same file are read again and passed over.
+The `Tally` counts records that cannot be used, and lists the first of them; more than `data.max_bad_records` end the
+reading. One process reads the source once, from its beginning (prepare.py). A restart continues after the records that
+the tally has counted: it reads the earlier records of the same file again and skips them.
 """
 
 import codecs
@@ -23,25 +23,25 @@ from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError
 from titanlite.json_file import parse_json
 
-_BLOCK_BYTES = 1 << 22  # of a text file that are read at once
+_BLOCK_BYTES = 1 << 22  # bytes of a text file that are read at once
 _OTHER_KINDS = (
     *((begin.lower(), kind) for begin, kind in BEGINNINGS),
     *((b"<!doctype html", "a page of HTML"), (b"<html", "a page of HTML"), (b"\xff\xfe", "UTF-16")),
 )
-_START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
+_START_BYTES = 1 << 20  # bytes of a .jsonl file that `check_text_key` reads
 
 
 class Document(NamedTuple):
-    """One text, and where it is from."""
+    """One text, and the place in the source that it is from."""
 
     place: str  # `file`, `file:line` or `file:row`, counted from 1
-    blocks: Iterable[str]  # the text in parts, none of them empty; to be read once, before the next document
+    blocks: Iterable[str]  # the text in parts that are not empty; iterate once, before the next document is read
 
 
 def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
-    """Yield the documents of a source of text, in order, without empty ones.
+    """Yield the documents of a text source that are not empty, in order.
 
-    Bytes, bad records and skipped files are counted in `tally` as they are met; the caller calls its `check`.
+    Bytes, bad records and skipped files are counted in `tally` meanwhile; the caller must call `tally.check`.
 
     Raises:
         DataError: a file cannot be read, or has no column `text_key`.
@@ -68,7 +68,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
 
 
 def check_text_key(source: Source, data: Data) -> None:
-    """Look for `data.text_key` in the columns of the first .parquet file and in the first MiB of the first .jsonl."""
+    """Check that the first .parquet file and the first MiB of the first .jsonl file have the field `data.text_key`."""
     if source.kind != "text":
         return
     of_each_kind = ([f for f in source.files if ending(f) in kinds][:1] for kinds in ((".parquet",), JSON_LINES))
@@ -91,7 +91,7 @@ def _check_records(file: SourceFile, data: Data) -> None:
     for line in whole.removeprefix(codecs.BOM_UTF8).split(b"\n"):
         try:
             record = parse_json(line)
-        except ValueError:  # bad records are counted when all is read
+        except ValueError:  # bad records are counted later, when the source is read
             continue
         if isinstance(record, dict) and data.text_key in record:
             return
@@ -102,20 +102,20 @@ def _check_records(file: SourceFile, data: Data) -> None:
 
 def _text_document(file: SourceFile, tally: Tally, skip: bool) -> Iterator[Document]:
     if error := _first_error(file):
-        if skip:  # the standard library has a few on purpose
+        if skip:  # Python's standard library has a few such files on purpose
             tally.skipped.append(f"{file}: not UTF-8")
         else:
             tally.add_bad(*error)
         return
     blocks = _blocks(file, tally)
-    first = next(blocks, "")  # empty, too, of a byte-order mark alone
+    first = next(blocks, "")  # also empty if the file is only a byte-order mark
     if first:
         tally.record = 1
         yield Document(str(file), chain([first], blocks))
 
 
 def _first_error(file: SourceFile) -> tuple[str, str] | None:
-    """Return (place, reason) of the first byte that is not UTF-8: found before the file is tokenized."""
+    """Return (place, reason) of the first byte of a file that is not UTF-8, or None if the whole file is UTF-8."""
     decoder, n_bytes, n_lines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as data:
         is_last = False
@@ -124,14 +124,14 @@ def _first_error(file: SourceFile) -> tuple[str, str] | None:
             is_last, n_bytes = not chunk, n_bytes + len(chunk)
             try:
                 n_lines += decoder.decode(chunk, final=is_last).count("\n")
-            except UnicodeDecodeError as e:  # `e.object` begins with the half of a character that was left over
+            except UnicodeDecodeError as e:  # `e.object` begins with bytes kept from the last chunk
                 line = n_lines + e.object.count(b"\n", 0, e.start) + 1
                 return f"{file}:{line}", _not_utf8(e, before := n_bytes - len(e.object)) + _kind(e.object, before)
     return None
 
 
 def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # `_first_error` has checked it
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # `_first_error` has found no error
     with file.open("rb") as data:
         while chunk := data.read(_BLOCK_BYTES):
             tally.n_bytes += len(chunk)
@@ -141,7 +141,7 @@ def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
 
 @contextmanager
 def _json_lines(file: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a file of lines, compressed or not; return it and what tells how many bytes of the file have been read."""
+    """Open a file of JSON lines, compressed or not; yield it and a function that returns the bytes read so far."""
     with file.open("rb") as data:
         codec = CODECS.get(os.path.splitext(ending(file))[1])
         if codec is None:
@@ -149,13 +149,13 @@ def _json_lines(file: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]
             return
         import pyarrow
 
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(data), codec)  # damage is an OSError
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(data), codec)  # raises OSError if damaged
         with io.BufferedReader(cast(io.RawIOBase, stream)) as lines:
             yield lines, data.tell
 
 
 def _record_lines(file: SourceFile, tally: Tally, passed: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the numbered lines of a file; None for one that is too large, whose rest is passed over."""
+    """Yield (number, line) for the lines after the first `passed`; the line is None if it exceeds the record limit."""
     number, most, is_rest = 0, tally.max_record_mib << 20, False
     with _json_lines(file) as (stream, n_read):
         while piece := stream.readline(_BLOCK_BYTES if is_rest else most + 1):
@@ -185,7 +185,7 @@ def _jsonl_documents(file: SourceFile, text_key: str, tally: Tally, passed: int)
             record = parse_json(line.decode())
             text = record.get(text_key) if isinstance(record, dict) else None
             if isinstance(text, str):
-                text.encode()  # JSON can spell half a surrogate pair, which is no text
+                text.encode()  # raises for half a surrogate pair: valid JSON, but no text
         except UnicodeDecodeError as e:
             tally.add_bad(f"{file}:{number}", _not_utf8(e) + _kind(line, number - 1))
         except UnicodeEncodeError:
@@ -237,7 +237,7 @@ def _parquet_documents(file: SourceFile, text_key: str, tally: Tally, key: str, 
 
 
 def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
-    assert source.dataset  # noqa: S101  # by `resolve`
+    assert source.dataset  # noqa: S101  # set by `resolve`
     path, config, split = source.dataset
     try:
         if os.path.isdir(path):
@@ -268,7 +268,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             tally.skipped.append(f"{missing:,} of the {stated.num_examples:,} rows that the dataset is said to have")
     except DataError:
         raise
-    except BaseException as e:  # the library's, its back ends' and the network's have no common class
+    except BaseException as e:  # errors of the library, its back ends and the network have no common class
         if not isinstance(e, Exception) and not is_panic(e):
             raise
         fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
@@ -279,7 +279,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
 
 
 def _kind(content: bytes, before: int) -> str:
-    """Say what kind of file begins with `content`, if nothing is `before` it."""
+    """Return a note on the kind of file that begins with `content`; "" if unknown, or if `before` bytes precede it."""
     found = next((kind for begin, kind in _OTHER_KINDS if content[:32].lower().startswith(begin)), "")
     return f"; it begins as {found}" if found and not before else ""
 

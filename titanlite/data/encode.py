@@ -1,9 +1,9 @@
 """Encode documents to token ids, a few MB of text at a time.
 
-Small documents are encoded many at once, on all cores. A large one is cut into pieces first: a tokenizer takes over a
-hundred times the memory of a text, and one core. The tokens are those of the whole text, as it is cut at seams: places
-where the text around them has the same tokens in one piece and in two. A tokenizer that puts a mark before each text,
-as those made from SentencePiece often do, has no seams, and gets documents whole.
+Small documents are encoded many at once, on all cores. A large document is cut into pieces first, as encoding a text
+takes over a hundred times its memory, and one core. The pieces give the same tokens as the uncut text, as it is only
+cut at seams: places where the surrounding text has the same tokens in one piece and in two. A tokenizer that puts a
+mark before each text, as those made from SentencePiece often do, has no seams and encodes documents uncut.
 """
 
 import re
@@ -18,11 +18,11 @@ from titanlite.data.sources import Source
 from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import EncodingError, Tokenizer
 
-_BATCH_CHARACTERS = 1 << 22  # that are encoded at once
-_LEAST_CHARACTERS = 200  # that a text counts for, however short: there may be millions
-_PIECE_CHARACTERS = 1 << 17  # of a piece, at least; a batch has several for each core
-_AROUND_CHARACTERS = 500  # on either side of a place, in which a seam is looked for
-_TRIALS = 16  # places that are tried before the piece is made longer
+_BATCH_CHARACTERS = 1 << 22  # characters that are encoded at once
+_LEAST_CHARACTERS = 200  # that even a shorter text counts for: limits the number of texts in a batch
+_PIECE_CHARACTERS = 1 << 17  # least size of a piece; a batch has several pieces for each core
+_AROUND_CHARACTERS = 500  # on each side of a place, encoded to test whether the place is a seam
+_TRIALS = 16  # places that are tested before the piece is made longer
 _PLACES = re.compile(r"(?<=\w)(?=\s)|(?<=\n)(?=\S)")
 
 
@@ -30,16 +30,16 @@ class Encoded(NamedTuple):
     """Token ids of a document, or of a piece of it."""
 
     ids: np.ndarray  # [N]
-    ends: bool  # they end the document, with the separator
-    is_bad: bool = False  # the document cannot be used: its pieces so far do not count, and no more come
+    ends: bool  # the ids end the document; the last one is the separator
+    is_bad: bool = False  # the document cannot be used: drop its pieces so far; no more follow
 
 
 class _Piece(NamedTuple):
-    place: str  # of its document
+    place: str  # where its document is from
     text: str
     ends: bool
-    n_bad: int  # bad records before its document
-    bad: str = ""  # why its document cannot be used
+    n_bad: int  # number of bad records before its document
+    bad: str = ""  # the reason why its document cannot be used
 
 
 def encode(
@@ -48,19 +48,17 @@ def encode(
     """Encode the documents of a source of text, in order.
 
     Args:
-        source: the source.
-        text_key: the field of a record that holds its text.
-        tokenizer: makes the ids.
-        tally: counts what is read and encoded, and documents that cannot be encoded or hold a separator.
-        max_tokens: the document, or piece of one, that reaches so many is the last. 0: the whole source.
+        text_key: the field of a record that has its text.
+        tally: counts documents and tokens, and as bad the documents that cannot be encoded or contain a separator.
+        max_tokens: the document or piece that reaches this number of tokens is the last. 0: encode the whole source.
 
     Yields:
-        What was encoded at once; a document may go on from one list to the next.
+        The documents and pieces that were encoded at once. A document may continue in the next list.
 
     Raises:
         DataError: a file cannot be used, or too many records are bad.
     """
-    is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0  # of this piece's document so far
+    is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0  # of the current document so far
     batches = _text_batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
@@ -120,7 +118,7 @@ def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:
 
 def _text_batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
-    n_characters, is_inside = 0, False  # of a document that began in an earlier batch; its end ends the batch
+    n_characters, is_inside = 0, False  # is_inside: the batch begins within a document, and ends with it
     for piece in pieces:
         batch.append(piece)
         n_characters += max(len(piece.text), _LEAST_CHARACTERS)
@@ -134,9 +132,9 @@ def _text_batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> Iterator[_Piece]:
     for document in texts:
         n_bad = tally.n_bad
-        text, at, n_bytes = "", _PIECE_CHARACTERS, 0  # the rest, where in it the next piece may begin, and its size
+        text, at, n_bytes = "", _PIECE_CHARACTERS, 0  # text not yielded yet, first place for a seam, bytes of the text
         for block in document.blocks:
-            text += block  # in place: a new text for each block would take quadratic time without seams
+            text += block  # grows in place: copying the text for each block would take quadratic time
             n_bytes += len(block.encode())
             start = 0
             while at + _PIECE_CHARACTERS <= len(text):
@@ -156,13 +154,13 @@ def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> It
 
 
 def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:
-    """Return a place behind `start` where a text can be cut without a change of its tokens."""
+    """Return a place from `start` on where a text can be cut without a change of its tokens; None: not found."""
     for place in islice(_PLACES.finditer(text, start, start + _PIECE_CHARACTERS // 2), _TRIALS):
         cut = place.start()
         left, right = text[cut - min(cut, _AROUND_CHARACTERS) : cut], text[cut : cut + _AROUND_CHARACTERS]
         try:
             whole, *parts = tokenizer.encode_batch([left + right, left, right])
-        except EncodingError:  # it has no token for a part of a word at these ends
+        except EncodingError:  # the tokenizer has no token for a part of a word at these ends
             continue
         if np.array_equal(whole, np.concatenate(parts)):
             return cut

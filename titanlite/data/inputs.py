@@ -39,38 +39,38 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
 from titanlite.errors import DataError
 
-_SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
-_LOOKED_AT_TOKENS = 1 << 22  # of token files, in search of the separator
+_SMALL_BYTES = 1 << 20  # size up to which `check_inputs` reads a source completely
+_LOOKED_AT_TOKENS = 1 << 22  # tokens of token files that are searched for the separator
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The sources of a run by their keys, and what is known of them before they are prepared."""
+    """The sources of a run by config key, and the facts about them that are known before they are prepared."""
 
     sources: dict[str, Source]
-    tokens: dict[str, int]  # of sources that are prepared, or quickly counted
-    shards: dict[str, Corpus]  # of sources that are prepared
+    tokens: dict[str, int]  # number of tokens of each source that is prepared or quick to count
+    shards: dict[str, Corpus]  # of each source that is prepared
     tokenizer: Tokenizer | None  # None: all sources are token files
     warnings: list[str]
 
     @property
     def unused(self) -> str:
-        """Return the notice of what of the tokenizer's file is not used, or ""."""
+        """Return a notice of the settings in the tokenizer's file that are not used, or ""."""
         return self.tokenizer.unused if self.tokenizer else ""
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the tokenizer if text is trained on, else ""."""
+        """Return the fingerprint of the tokenizer if the run trains on text, else ""."""
         return self.tokenizer.fingerprint if self.tokenizer and self.is_text else ""
 
     @property
     def trained(self) -> dict[str, Source]:
-        """Return the sources that are trained on."""
+        """Return the sources that the run trains on, by config key."""
         return {key: source for key, source in self.sources.items() if not key.startswith("validation.")}
 
     @property
     def is_text(self) -> bool:
-        """Return whether text is trained on."""
+        """Return whether the run trains on text, not on token files alone."""
         return any(source.kind != "tokens" for source in self.trained.values())
 
 
@@ -79,17 +79,16 @@ def check_inputs(
 ) -> Inputs:
     """Check that every source has files and that the tokenizer loads and fits the model.
 
-    Sources that are prepared, or have less than a mebibyte, are checked whole: bad records, ids, enough tokens for a
-    step. In larger ones `data.text_key` is looked for.
+    Sources that are prepared, or have at most one MiB, are checked completely: bad records, ids, enough tokens for a
+    step. Of larger text sources only the field `data.text_key` is checked.
 
     Args:
-        config: the run.
-        vocab_size: of the model; None: not known, and what depends on it is not checked.
-        sequences: of one step of training; None: lengths are not checked.
-        unit_len: tokens of the samples that sources are cut into; None: of a run that has trained nothing.
+        vocab_size: vocabulary size of the model; None: not known, and checks that need it are skipped.
+        sequences: sequences of one training step; None: the number of tokens of sources is not checked.
+        unit_len: tokens of the samples that sources are cut into; None: the longest seq_len of the config.
 
     Raises:
-        DataError: with all problems found.
+        DataError: a check fails; the error lists all problems.
     """
     problems = list[str]()
     found, tokenizer = dict[str, Source](), None
@@ -122,7 +121,7 @@ def check_inputs(
 
 @contextmanager
 def _gathered(problems: list[str]) -> Iterator[None]:
-    """Add what a check raises to the problems."""
+    """Append the messages of a DataError that is raised in the block to `problems`."""
     try:
         yield
     except DataError as e:
@@ -132,11 +131,11 @@ def _gathered(problems: list[str]) -> Iterator[None]:
 def _look_at(
     inputs: Inputs, key: str, config: Config, vocab_size: int | None, sequences: int | None, unit_len: int
 ) -> None:
-    """Check a source as far as that is quick, and add what is found to the inputs."""
+    """Check the source `key` as far as this is quick; add its tokens, shards and warnings to `inputs`."""
     source, data, is_held_out = inputs.sources[key], config.data, key.startswith("validation.")
     check_used_whole(source, data)
     used = None if source.kind == "tokens" else inputs.tokenizer
-    # Of a tokenizer that does not fit the model no more than that is reported.
+    # If the tokenizer does not fit the model, its prepared shards are not opened: the misfit is reported already.
     fits = vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens")
     planned = preparation_of(source, data, vocab_size or 0, used) if used or fits else None
     if planned and fits and os.path.isdir(planned.folder):
@@ -147,7 +146,7 @@ def _look_at(
         inputs.tokens[key] = meta.tokens
         inputs.warnings.extend(data_warnings(key, meta, vocab_size or 0))
         if data.packing == "best_fit" and not is_held_out:
-            # The number of samples is known once it is packed; until then the run's start checks it.
+            # The number of samples is known only after packing; before, the run checks it when it starts.
             samples = prepared_samples(inputs.shards[key], data, unit_len) if key in inputs.shards else None
             if samples is not None and least is not None:
                 samples.require(least, key)
@@ -158,12 +157,12 @@ def _look_at(
         if text := require_separator(source, planned.dtype, data.separator_id, _LOOKED_AT_TOKENS):
             inputs.warnings.append(text)
         read = _validated(config, inputs.tokens.get(key, 0), sequences) if is_held_out else 0
-        if data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # more is checked at the start
+        if data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # if more, the run checks it when it starts
             require_target(first_ids(source, planned.dtype, read), data.separator_id, source.name, key)
 
 
 def _validated(config: Config, tokens: int, sequences: int | None) -> int:
-    """Return how many tokens of a held-out source are read; 0: not known."""
+    """Return how many tokens of a held-out source validation reads; 0: not known."""
     samples, asked = max(0, tokens - 1) // config.training.seq_len, config.validation.steps
     return config.training.seq_len * (samples if asked < 0 else min(samples, asked * (sequences or 0)))
 
@@ -178,7 +177,7 @@ def check_cache(inputs: Inputs, data: Data) -> None:
 
 
 def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> Meta | None:
-    """Read a small source and return its meta.json; of larger token files, one with the number of tokens."""
+    """Read a small source and return its `Meta`; for larger token files, a `Meta` with their size; else None."""
     n_bytes = source.n_bytes()
     check_text_key(source, data)
     is_packed = any(ending(f).endswith((".parquet", *CODECS)) for f in source.files)
@@ -192,7 +191,7 @@ def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> M
     if not is_small or source.kind == "tokens":
         return None
     tally = new_tally(source, data)
-    if planned is None or planned.tokenizer is None:  # the tokenizer is reported elsewhere
+    if planned is None or planned.tokenizer is None:  # errors of the tokenizer are reported elsewhere
         for _ in documents(source, data.text_key, tally):
             pass
         tally.check()

@@ -9,15 +9,15 @@ from typing import Any
 from titanlite.data.sources import SourceFile
 from titanlite.errors import DataError, nearest
 
-_STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
-_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a Parquet file that are unpacked at once
-_BATCH_NUMBERS = 1 << 20  # of texts that many rows have: each batch has a copy of all of these
-_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text takes, and a page beside them, at most
+_STRINGS = ("string", "large_string", "string_view", "null")  # of a column of texts; all records of "null" are bad
+_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a column that are decoded at once
+_BATCH_NUMBERS = 1 << 20  # rows of a dictionary-encoded column decoded at once: a batch copies the dictionary
+_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # of a dictionary index, and of page headers, at most
 
 
 @contextmanager
 def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
-    """Open a Parquet file; raise a DataError if it has no such column of strings, or is damaged where it is read."""
+    """Open a Parquet file; raise a DataError if it has no column `text_key` of strings, or if reading meets damage."""
     import pyarrow
     import pyarrow.parquet
 
@@ -40,7 +40,7 @@ def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
 
 
 def column_values(file: SourceFile, table: Any, text_key: str, passed: int) -> Iterator[Any]:
-    """Yield a column's values behind the first ones, few at a time."""
+    """Yield the values of the column `text_key` after the first `passed` values; few are decoded at a time."""
     import pyarrow.parquet
 
     known = table.metadata
@@ -50,11 +50,11 @@ def column_values(file: SourceFile, table: Any, text_key: str, passed: int) -> I
             if passed >= group.num_rows:
                 passed -= group.num_rows
                 continue
-            columns = map(group.column, range(known.num_columns))  # those inside of others, too
+            columns = map(group.column, range(known.num_columns))  # nested columns, too
             column = next(c for c in columns if c.path_in_schema == text_key)
             n_bytes, reader = column.total_uncompressed_size, table
             n_rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * group.num_rows // max(1, n_bytes)))
-            if n_bytes <= _BATCH_BYTES and _is_numbers(column):  # all different values stay in memory, once a batch
+            if n_bytes <= _BATCH_BYTES and _is_numbers(column):  # the dictionary is in memory once per batch
                 reader, n_rows = by_number, _BATCH_NUMBERS
             for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
                 values, passed = batch.column(0)[passed:], max(0, passed - len(batch))
@@ -66,7 +66,7 @@ def _opened(file: SourceFile) -> Any:
 
 
 def _is_numbers(column: Any) -> bool:
-    """Return whether rows are but numbers of texts in a dictionary: a few bytes may stand for gigabytes of text."""
+    """Return whether a column consists of dictionary indices: few bytes may then stand for gigabytes of text."""
     if not column.has_dictionary_page:
         return False
     behind = column.total_compressed_size - (column.data_page_offset - column.dictionary_page_offset)
@@ -74,14 +74,14 @@ def _is_numbers(column: Any) -> bool:
 
 
 def text_bytes(value: Any) -> int:
-    """Return the bytes of a text without copying it."""
-    value = getattr(value, "value", value)  # of a dictionary
+    """Return the size in bytes of an Arrow string without copying it; 0 for null."""
+    value = getattr(value, "value", value)  # the string of a dictionary value
     buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
     return buffer.size if buffer else 0
 
 
 def no_such_field(file: SourceFile, text_key: str, names: list[str]) -> DataError:
-    """Return the error for a file of which no record has the field of the text."""
+    """Return the error for a file whose fields, `names`, do not include the field of the text, `text_key`."""
     near = nearest(text_key, names)
     fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"
     want = f"one of the fields of {file}: {', '.join(names) or 'none'}"

@@ -1,8 +1,8 @@
-"""Make token shards of a source, once.
+"""Make the token shards of a source, once.
 
-They lie in `<data.cache_dir>/<source>-<tokenizer>-<key>/`. The key is a hash of what decides their content: the paths,
-sizes and modification times of the files, the tokenizer, the text field. After a change there is another folder, and
-the old one is kept. (Of a dataset on the hub no change is seen: delete its folder.)
+Their folder is `<data.cache_dir>/<source>-<tokenizer>-<key>/`. The key is a hash of everything that determines their
+content: the paths, sizes and modification times of the files, the tokenizer, the text field. After a change a new
+folder is made, and the old one is kept. (A change of a dataset on the hub is not detected: delete its folder.)
 """
 
 import os
@@ -27,29 +27,29 @@ from titanlite.data.tokenizer import Tokenizer, few_ids, load_tokenizer, rows_fo
 from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
-"""Time between two writes of progress: a restart repeats that much."""
-_LARGE_BYTES = 1 << 26  # of a held-out source that delays a run whose other sources are tokenized in the background
-_ALL = 1 << 62  # tokens that are asked for where all are needed
-_PAUSE_SECONDS = 0.2  # between looks at how far training is
+"""Time between two writes of progress.json: a restart repeats so much work at most."""
+_LARGE_BYTES = 1 << 26  # of a held-out source: from here on, a notice says that it delays the first step
+_ALL = 1 << 62  # the number of tokens to request if all are needed
+_PAUSE_SECONDS = 0.2  # between checks of how many tokens readers have requested
 
 
 def make(planned: Preparation, progress: Progress, lead: int | None = None) -> None:
-    """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
+    """Make the shards if they do not exist. Any number of processes may call this: one works, the others wait.
 
-    `lead` is the number of tokens that may be made before readers ask for them; None: no limit.
+    `lead`: how many tokens may be made beyond those that readers have requested; None: no limit.
 
     Raises:
-        DataError: anything about source, records or cache folder.
+        DataError: the source, its records or the cache folder cannot be used.
     """
     total = None if planned.max_tokens else planned.source.n_bytes()
 
     def fill(unfinished: Path, report: Callable[[int], None]) -> None:
-        def on_retry(line: str) -> None:  # also a sign of life
+        def on_retry(line: str) -> None:  # the new time of the lock file shows that the process is alive
             progress.say(line)
             os.utime(lock_of(planned.folder))
 
         try:
-            wanted_of(unfinished).unlink(missing_ok=True)  # of an earlier start; readers ask again
+            wanted_of(unfinished).unlink(missing_ok=True)  # requests of an earlier start; readers repeat theirs
             if planned.tokenizer is None:
                 meta = scan(planned.source, planned.dtype, report)
             else:
@@ -63,7 +63,7 @@ def make(planned: Preparation, progress: Progress, lead: int | None = None) -> N
         except OSError as e:  # so that waiting processes get the reason
             raise unusable_cache(planned.data, e) from e
 
-    def on_wait() -> None:  # the maker may wait for readers, and this process is none
+    def on_wait() -> None:  # request all tokens: the maker may wait for a reader's request
         if lead is None and (wanted := read_wanted(unfinished_of(planned.folder))) < _ALL:
             want(unfinished_of(planned.folder), _ALL)
             if wanted:
@@ -72,7 +72,7 @@ def make(planned: Preparation, progress: Progress, lead: int | None = None) -> N
     try:
         planned.folder.parent.mkdir(parents=True, exist_ok=True)
         make_once(planned.folder, fill, planned.terms, progress, total, on_wait)
-        with suppress(OSError):  # of a cache that may only be read
+        with suppress(OSError):  # the cache may be read-only
             end(planned.folder)
             wanted_of(unfinished_of(planned.folder)).unlink(missing_ok=True)
     except OSError as e:
@@ -80,7 +80,7 @@ def make(planned: Preparation, progress: Progress, lead: int | None = None) -> N
 
 
 def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Preparation:
-    """Return what is to be prepared; raise a DataError for all that is found without reading a text."""
+    """Return the plan for preparing a source; raise a DataError for problems that show without reading its texts."""
     found = resolve(source, key)
     check_cache_is_outside(found, data)
     check_used_whole(found, data)
@@ -95,7 +95,7 @@ def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Prep
 
 
 def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Tokenizer | None) -> Preparation:
-    """Return how a source is to be prepared; `tokenizer` is None for token files."""
+    """Return the plan for preparing a source that was resolved; `tokenizer` is None for token files."""
     if tokenizer is None:
         dtype = token_dtype(source, data, vocab_size)
     else:
@@ -104,13 +104,13 @@ def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Token
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> Corpus:
-    """Open the token shards of a source; make them first if they are not there.
+    """Open the token shards of a source; make them first if they do not exist.
 
     Any number of processes may call this at once: one works, the others wait. All ids must be below `vocab_size`, the
-    model's; `key` is the config key of the source.
+    vocabulary size of the model; `key` is the config key of the source.
 
     Raises:
-        DataError: anything about source, tokenizer, records or cache folder.
+        DataError: the source, its records, the tokenizer or the cache folder cannot be used.
     """
     planned = plan_preparation(source, data, vocab_size, key)
     title = f"preparing {source}" + (f", data.max_tokens {planned.max_tokens:,}" if planned.max_tokens else "")
@@ -123,7 +123,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
 
 
 def whole_from_hub(source: Source, data: Data) -> str:
-    """Return a notice if all of a dataset on the hub is read before the first step, else ""."""
+    """Return a notice if a source is a dataset on the hub that is read completely before the first step, else ""."""
     if source.kind != "dataset" or source.files or max_tokens_of(source, data):
         return ""
     less = "data.max_tokens limits it" if source.key == "data.source" else "a smaller config or split takes less"
@@ -131,7 +131,7 @@ def whole_from_hub(source: Source, data: Data) -> str:
 
 
 def check_used_whole(source: Source, data: Data) -> None:
-    """Refuse keys that do nothing to token files, and packing of token files without a separator."""
+    """Refuse config keys that have no effect on token files, and `best_fit` for token files without a separator."""
     if source.kind != "tokens":
         return
     of, problems = f"for token files such as {source.name!r}", list[Problem]()
@@ -150,7 +150,7 @@ def check_used_whole(source: Source, data: Data) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
-    """Refuse a tokenizer with more ids than the model has; weights that are loaded give that number (`is_given`)."""
+    """Refuse a tokenizer with more ids than the model's vocabulary; `is_given`: loaded weights fix the vocabulary."""
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
         fix = f"set model.vocab_size = {rows_for(tokenizer.vocab_size)}, or choose a smaller tokenizer"
@@ -160,7 +160,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fal
 
 
 def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
-    """Return warnings of skipped records, of text unknown to the tokenizer, and of ids that token files never have."""
+    """Return warnings about skipped records, text unknown to the tokenizer, and ids that token files never contain."""
     warnings: list[str] = []
     if meta.n_bad_records:
         count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
@@ -177,18 +177,18 @@ def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
 
 
 def named_bad_records(meta: Meta) -> list[str]:
-    """Return the first bad records by name, and the number of the others."""
+    """Return a line for each of the first bad records, and one line with the number of all further ones."""
     unnamed = meta.n_bad_records - len(meta.bad_records)
     return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
 def new_tally(source: Source, data: Data) -> Tally:
-    """Return the tally of a source before it is read."""
+    """Return an empty tally for a source, with the limits of the config."""
     return Tally(source.name, source.key, data.max_bad_records, max_record_mib=data.max_record_mib)
 
 
 def meta_of(planned: Preparation, tally: Tally, shards: tuple[Shard, ...], fingerprint: str) -> Meta:
-    """Return the meta.json of a text that was read."""
+    """Return the content of meta.json for a text source after it was read."""
     return Meta(
         source=planned.source.name,
         tokenizer=planned.tokenizer.name if planned.tokenizer else "",
@@ -214,7 +214,7 @@ def _tokenize(
     report: Callable[[int], None],
     lead: int | None,
 ) -> Meta:
-    """Write the shards of a text source, behind what an earlier start has left."""
+    """Write the shards of a text source, and continue after the tokens that an earlier start has written."""
     source, data = planned.source, planned.data
     tally = new_tally(source, data)
     tally.on_progress = lambda: report(tally.n_bytes)
