@@ -1,18 +1,18 @@
-"""Say which source each sample of training is from, and which of its samples: a pure function of the stage table.
+"""Choose the source of each training sample, and the sample of that source, by the stage table alone.
 
-In a row of the table (`stages.py`) the sources take turns by their shares, which are exact fractions: after i samples
-each source has given floor or ceil of i times its share, for every i. That is the Pfair schedule: the k-th sample of a
-source of share w may stand at places floor((k - 1) / w) to ceil(k / w) - 1, and each place takes the sample whose last
-place is nearest. It repeats after T samples, the common denominator of the shares, so that a place is looked up in a
-table of T entries.
+Within a row of the table (`stages.py`) the sources alternate by their shares, which are exact fractions. After i
+samples, a source with share w has provided floor(i·w) or ceil(i·w) samples, for every i. This is the Pfair schedule:
+sample k of the source may be at positions floor((k - 1) / w) to ceil(k / w) - 1, and each position takes the allowed
+sample with the earliest last position. The schedule repeats after T samples, the common denominator of the shares, so
+it is stored as a table of T entries.
 
-A source is cut into units of the longest seq_len of all stages; `order.py` permutes the units of each epoch. A stage
-with a shorter seq_len takes the pieces of a unit in order. Each source goes on from row to row where it was, so that
-nothing is lost or repeated; where seq_len grows within a unit, the rest of it up to a multiple of the new seq_len is
-skipped, and counted.
+A source is cut into units as long as the longest seq_len of all stages; `order.py` permutes the units of each epoch. A
+stage with a shorter seq_len takes the pieces of a unit in order. In a new row each source continues where it was, so
+that no tokens are lost or repeated. Only if seq_len grows within a unit, the tokens up to the next multiple of the new
+seq_len are skipped, and counted.
 
-Source: Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a notion of fairness in resource allocation", 1996;
-that the earliest deadline suffices where time is one unit of one resource: Jackson, 1955.
+Source: Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a notion of fairness in resource allocation", 1996.
+For one resource and jobs of one unit of time, the earliest deadline first is optimal: Jackson, 1955.
 """
 
 import hashlib
@@ -32,33 +32,33 @@ from titanlite.data.order import epochs
 from titanlite.data.stages import StageRow, StageTable
 from titanlite.errors import DataError, Problem, describe
 
-_MANY_EPOCHS = 5  # four are about as good as new text (Muennighoff et al., arXiv 2305.16264)
+_MANY_EPOCHS = 5  # up to four epochs are about as good as new text (Muennighoff et al., arXiv 2305.16264)
 LONGEST_PERIOD = 100_000
-"""Samples after which the turns of the sources repeat, at most; shares that need more are rounded."""
+"""Longest period of the schedule of sources, in samples; shares that need a longer period are rounded."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A period of the sources' turns, repeated without end."""
+    """One period of the schedule of sources, which repeats without end."""
 
-    source: np.ndarray  # [T] which source has each place
-    before: np.ndarray  # [T] how many places it has before
-    counts: np.ndarray  # [sources] places of each in the period
+    source: np.ndarray  # [T] the source of each position
+    before: np.ndarray  # [T] how many earlier positions of the period have the same source
+    counts: np.ndarray  # [sources] number of positions of each source in the period
 
     def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which source has each place, from 0 on, and the number of its places before: [N] int64 each."""
+        """Return the source of each of `places` (positions from 0 on), and its number of earlier places: [N] int64."""
         periods, within = np.divmod(places, len(self.source))
         source = self.source[within]
         return source, periods * self.counts[source] + self.before[within]
 
     def given(self, places: int) -> np.ndarray:
-        """Return how many of the first places each source has: [sources] int64."""
+        """Return how many of the first `places` positions each source has: [sources] int64."""
         periods, within = divmod(places, len(self.source))
         return periods * self.counts + np.bincount(self.source[:within], minlength=len(self.counts))
 
 
 def whole_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Return shares as numerators over their common denominator, or rounded over LONGEST_PERIOD."""
+    """Return the numerators of shares over their common denominator; if above LONGEST_PERIOD, rounded over that."""
     period = math.lcm(*(share.denominator for share in shares))
     if period <= LONGEST_PERIOD:
         return [int(share * period) for share in shares]
@@ -68,18 +68,18 @@ def whole_shares(shares: Sequence[Fraction]) -> list[int]:
     left = LONGEST_PERIOD - sum(whole)
     for n in by_rest[:left] if left > 0 else ():
         whole[n] += 1
-    if left < 0:  # sources of a smaller share have one place each
+    if left < 0:  # very small shares were rounded up to one place each
         whole[max(range(len(whole)), key=whole.__getitem__)] += left
     return whole
 
 
 @lru_cache(maxsize=64)
 def turns(whole: tuple[int, ...]) -> Turns:
-    """Return the turns of sources, given the places of each in a period."""
+    """Return the schedule in which source s has `whole[s]` of the `sum(whole)` positions of a period."""
     period = sum(whole)
     source, before, given = np.zeros(period, np.int64), np.zeros(period, np.int64), [0] * len(whole)
-    coming = [(0, s) for s, count in enumerate(whole) if count]  # first place of each source's next sample
-    due: list[tuple[int, int]] = []  # end of its places, for samples that may come now
+    coming = [(0, s) for s, count in enumerate(whole) if count]  # (first position of the next sample, source)
+    due: list[tuple[int, int]] = []  # (deadline, source) of the samples that may be placed now
     for place in range(period):
         while coming and coming[0][0] <= place:
             _, s = heapq.heappop(coming)
@@ -92,16 +92,16 @@ def turns(whole: tuple[int, ...]) -> Turns:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of a source's order: `training.seed`, in a mixture hashed with the source's name."""
+    """Return the seed of a source's order: `training.seed`, which in a mixture is hashed with the source's name."""
     if not name:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
 def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | None]) -> None:
-    """Raise a DataError with all sources that a run goes through more often than their `max_epochs`.
+    """Raise a DataError that lists all sources which a run reads more often than their `max_epochs`.
 
-    `units` has the samples of `table.unit_len` of each source by name; None or no entry: not known yet.
+    `units`: number of samples of `table.unit_len` tokens of each source, by name; None or no entry: not known yet.
     """
     unit_len, problems = table.unit_len, list[Problem]()
     mixture = Mixture(table, units)
@@ -118,7 +118,7 @@ def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | No
 
 
 def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | None]) -> list[str]:
-    """Return a warning for each source without `max_epochs` that a run goes through five times or more."""
+    """Return a warning for each source without `max_epochs` that a run reads five times or more."""
     asked, bounded = source_keys(config), {each.name for each in config.data.mixture if each.max_epochs is not None}
     passes = Mixture(table, {name: n for name, n in units.items() if name in asked and name not in bounded})
     why = "from the fifth on a repetition teaches less than new text would; give more text or fewer steps"
@@ -131,28 +131,28 @@ def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class Taken:
-    """The source, unit and piece of samples of training."""
+    """Where N training samples come from: source, unit of the source and piece of the unit."""
 
-    source: np.ndarray  # [N] place in `Mixture.names`
-    unit: np.ndarray  # [N] place in the order of the source, epochs one after the other
-    piece: np.ndarray  # [N] of that unit
+    source: np.ndarray  # [N] index in `Mixture.names`
+    unit: np.ndarray  # [N] position in the order of the source, counted through all epochs
+    piece: np.ndarray  # [N] number of the piece in the unit; a piece has seq_len tokens
     seq_len: int
 
 
 class Mixture:
-    """The order of training over all its sources.
+    """The order in which training reads the samples of all its sources.
 
-    `units` has the number of units of each source by name, at least one; None: not known yet.
+    `units`: number of units of each source by name, at least one; None: not known yet.
     """
 
     def __init__(self, table: StageTable, units: Mapping[str, int | None]) -> None:
-        # Sorted, so that turns do not depend on the order in the file. Rows of the past may have other sources.
+        # Sorted, so that the schedule does not depend on the order in the config. Past rows may have other sources.
         self.names = tuple(sorted({*units, *(name for row in table.rows for name in row.asked.weights)}))
         self.table, self.units, self.unit_len = table, units, table.unit_len
-        self.rounded: list[tuple[StageRow, dict[str, Fraction]]] = []  # rows, and the shares that they get instead
+        self.rounded: list[tuple[StageRow, dict[str, Fraction]]] = []  # rows and their rounded shares
         self._turns: list[Turns] = []
-        self._cursors: list[np.ndarray] = []  # tokens of each source, read or skipped, at the start of each row
-        self._skipped: list[np.ndarray] = []  # the skipped ones
+        self._cursors: list[np.ndarray] = []  # per row, tokens of each source read or skipped at its start
+        self._skipped: list[np.ndarray] = []  # per row, tokens of each source skipped at its start
         cursor, skipped = np.zeros(len(self.names), np.int64), np.zeros(len(self.names), np.int64)
         for n, row in enumerate(table.rows):
             if n:
@@ -170,7 +170,7 @@ class Mixture:
             self._skipped.append(skipped)
 
     def taken(self, row: StageRow, samples: np.ndarray) -> Taken:
-        """Say what the samples [N] of a row are, numbered from 0 at the start of training on."""
+        """Return source, unit and piece of `samples`, [N] in a row, numbered from 0 at the start of training."""
         n, seq_len = self.table.rows.index(row), row.asked.seq_len
         source, before = self._turns[n].at(samples - row.from_sample)
         tokens = self._cursors[n][source] + before * seq_len
@@ -178,16 +178,16 @@ class Mixture:
         return Taken(source, unit, within // seq_len, seq_len)
 
     def tokens(self, step: int) -> dict[str, int]:
-        """Return the tokens of each source that were trained on up to a step."""
+        """Return the number of tokens of each source that were trained on up to a step."""
         behind, skipped = self._behind(step)
         return dict(zip(self.names, (behind - skipped).tolist(), strict=True))
 
     def skipped(self, step: int) -> dict[str, int]:
-        """Return the tokens of each source that were skipped up to a step, where seq_len grew."""
+        """Return the number of tokens of each source that were skipped up to a step because seq_len grew."""
         return dict(zip(self.names, self._behind(step)[1].tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return the epochs of each source up to a step; NaN while its length is not known."""
+        """Return how many epochs of each source were read up to a step; NaN while its length is not known."""
         behind = dict(zip(self.names, self._behind(step)[0].tolist(), strict=True))
         return {
             name: math.nan if count is None else behind[name] / (count * self.unit_len)
@@ -195,7 +195,7 @@ class Mixture:
         }
 
     def asked(self, step: int) -> dict[str, Fraction]:
-        """Return the exact number of tokens of each source that the weights ask for up to a step."""
+        """Return the exact number of tokens of each source that its weights demand up to a step."""
         found = dict.fromkeys(self.names, Fraction(0))
         for row, after in zip(self.table.rows, (*self.table.rows[1:], None), strict=True):
             end = min(step, step if after is None else after.from_step)

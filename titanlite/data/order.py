@@ -1,15 +1,15 @@
-"""The global sample order: which sample is seen at which position of training.
+"""The global sample order: which sample is read at which position of training.
 
-A pure function of (seed, epoch, position), the same for every number of ranks, so that its state is one integer and a
-run may resume on another layout. Each epoch is a pseudo-random permutation of all samples, computed position by
-position without a table: a Feistel network permutes 0 … 2^b - 1, the smallest such range that holds all samples, and a
-result outside the samples is permuted again until it is inside (cycle walking, fewer than two turns on average).
+The order is a pure function of (seed, epoch, position), the same for every number of ranks. So its state is one integer
+and a run may resume with another layout. Each epoch is a pseudo-random permutation of all samples, computed position by
+position without a table. A Feistel network permutes 0 … 2^b - 1, the smallest such range that contains all samples. A
+result that is no sample is permuted again until it is one (cycle walking, fewer than two permutations on average).
 
-With a window the source is cut into runs of so many samples: an epoch goes through the runs in order, each shuffled on
-its own. So training needs only the beginning of a source that is still being tokenized, whatever its length will be.
+With a window of w samples, the source is cut into runs of w samples. An epoch goes through the runs in order, and each
+run is shuffled separately. So training needs only the beginning of a source that is still being tokenized.
 
-The trade-offs: it is not a perfect shuffle (of n! permutations at most 2^64 can occur), and no reader could tell. With
-a window, text is not mixed over more than that: a source that is sorted must be shuffled beforehand.
+The trade-offs: the shuffle is not perfect (of n! permutations at most 2^64 can occur), without a noticeable effect.
+With a window, text is only mixed within the window: a sorted source must be shuffled beforehand.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, sections 3 and 5; the mixing function is
 splitmix64's (Steele, Lea and Flood, 2014).
@@ -25,26 +25,26 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def samples_at(positions: np.ndarray, n_samples: int | None, seed: int, window: int = 0) -> np.ndarray:
-    """Return the samples at some positions of a source's order.
+    """Return the samples at the given positions of a source's order.
 
     Args:
         positions: [N] integers from 0 on; position // n_samples is the epoch.
-        n_samples: samples of the source; None while unknown, the source then has every window that is asked for.
+        n_samples: number of samples of the source; None while unknown, then the source counts as long enough.
         seed: any integer.
-        window: samples that are shuffled with each other; the last window may have fewer. 0: the whole source.
+        window: number of samples that are shuffled together; the last window may have fewer. 0: the whole source.
 
     Returns:
         [N] int64, samples in 0 … n_samples - 1. Over the positions of one epoch each occurs once.
 
     Raises:
-        DataError: the source has none.
+        DataError: the source has no sample.
     """
     if n_samples is not None and n_samples < 1:
         saw, want = "a source with fewer tokens than one sample", "at least one sample of each source"
         raise DataError.of("data", "data", saw, want, "give a source with more text, or a smaller seq_len")
     positions = np.asarray(positions, np.int64)
     if not window:
-        assert n_samples is not None  # noqa: S101  # the order depends on it
+        assert n_samples is not None  # noqa: S101  # without a window the order depends on it
         return _shuffled(positions, n_samples, seed)
     epochs, places = (np.zeros_like(positions), positions) if n_samples is None else np.divmod(positions, n_samples)
     windows, places = np.divmod(places, window)
@@ -59,7 +59,7 @@ def samples_at(positions: np.ndarray, n_samples: int | None, seed: int, window: 
 
 
 def order_in_words(window: int, unit_len: int, tokens_per_step: int) -> str:
-    """Say how a source is shuffled by a `data.shuffle_window` of tokens; `tokens_per_step` is 0 while unknown."""
+    """Describe how a source is shuffled with data.shuffle_window = `window` tokens; `tokens_per_step` 0: not known."""
     samples = window // unit_len
     if not window:
         return "shuffled as a whole"
@@ -70,13 +70,13 @@ def order_in_words(window: int, unit_len: int, tokens_per_step: int) -> str:
 
 
 def epochs(count: float) -> str:
-    """Say how often a source is gone through: `0.22 epochs`, `1 epoch`, `1,200 epochs`."""
+    """Format a number of epochs: `0.22 epochs`, `1 epoch`, `1,200 epochs`."""
     text = f"{count:{',.0f' if count >= 100 else '.3g'}}"
     return f"{text} epoch{'s' * (text != '1')}"
 
 
 def _shuffled(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
-    """Return the samples at positions of a source that is shuffled as a whole."""
+    """Return the samples at the given positions of a source that is shuffled without a window."""
     epochs, places = np.divmod(positions, n_samples)
     bits = max(2, (n_samples - 1).bit_length())
     key = _epoch_key(seed, epochs.astype(np.uint64))
@@ -91,7 +91,7 @@ def _epoch_key(seed: int, epochs: np.ndarray | np.uint64) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
-    """Permute 0 … 2^bits - 1 for each key: halves are changed in turn, each by a function of the other."""
+    """Permute `x` in 0 … 2^bits - 1 by a Feistel network: the halves of the bits change in turn, each by the other."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = x & low_mask, x >> low_bits
@@ -105,7 +105,7 @@ def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Apply splitmix64 to uint64s, wrapping: each bit of the result depends on each bit of x."""
+    """Apply the hash splitmix64 to each uint64, modulo 2^64: each bit of the result depends on each bit of x."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,10 +1,10 @@
-"""Read the files of a source behind a URL, through fsspec: `s3://`, `gs://`, `https://` and whatever else it knows.
+"""Read the files of a source at a URL, through fsspec: `s3://`, `gs://`, `https://` and all its other protocols.
 
-A file is read in blocks, each a request of its own for a range of bytes. What fails is asked for again after a while,
-from the byte where it broke off, so that a transfer that breaks costs a block. What another try cannot mend is an error
-at once: a name that is not there, credentials, a package that is missing. Each block is of the version of the file that
-its source was resolved to: over http each answer says so, elsewhere the file is looked at again behind each block.
-fsspec and its back ends are imported where they are used; without a URL, nothing is.
+A file is read in blocks; each block is a separate request for a range of bytes. A request that fails is repeated after
+a pause, so a broken transfer costs one block. Errors that another try cannot mend are raised at once: a missing file,
+wrong credentials, a package that is not installed. All blocks must be of the version of the file that was found when
+the source was resolved. Over http the headers of each answer show the version; with other protocols it is looked up
+again after each block. fsspec and its back ends are imported only if a URL is used.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from titanlite.redact import redact_urls
 _BLOCK_BYTES = 1 << 23
 _PAUSES_S = (0.5, 1, 2, 4, 8, 15, *(30,) * 7)  # between tries: four minutes in all
 _TRIES_AT_START = 3
-# Of one request over http, and of one of the 5 or 6 tries of s3fs and gcsfs. A try and its pause are shorter than a
-# watchdog's patience (comm.train_timeout_seconds = 180).
+# Time limits of a request over http, and of each of the 5 or 6 tries that s3fs and gcsfs make. A try with its pause
+# must be shorter than the watchdog's limit (comm.train_timeout_seconds = 180).
 _REQUEST_S, _TRY_S = 90, 20
 _STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "Last-Modified", "modified")
 _STAMPS += ("modify", "created")
@@ -41,7 +41,7 @@ _IN_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
 _CHAINED = re.compile(r"::[\w+.-]+://|^[\w+.-]+://.*::/")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
-_IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # not of a network
+_IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # never caused by a network
 
 T = TypeVar("T")
 _on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=lambda line: None)
@@ -49,12 +49,12 @@ _on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """A file behind a URL, with as much of `pathlib.Path` and `os.stat_result` as the readers of documents use."""
+    """A file at a URL, with the part of `pathlib.Path` and `os.stat_result` that the readers of documents use."""
 
     url: str
     key: str = field(compare=False)  # the config key of the source
     st_size: int = field(compare=False)
-    st_mtime_ns: int = field(compare=False)  # a number for the version: a hash of its entity tag or time
+    st_mtime_ns: int = field(compare=False)  # the version of the file, as a hash of its ETag or time
 
     def __str__(self) -> str:
         return redact_urls(self.url)
@@ -74,12 +74,12 @@ class RemoteFile:
 
 
 class _Blocks(io.RawIOBase):
-    """Reads a file by requests of at most a block."""
+    """A remote file as a raw stream, read by requests for at most `_BLOCK_BYTES`."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0
         self._fs, self._path = filesystem(file.url, file.key)
-        self._on_retry = _on_retry.get()  # of the opening thread: pyarrow reads in others
+        self._on_retry = _on_retry.get()  # of the opening thread: pyarrow reads in other threads
 
     def readable(self) -> bool:
         return True
@@ -123,7 +123,7 @@ class _Blocks(io.RawIOBase):
 
 
 def _get(fs: Any, url: str, start: int, end: int, check: Callable[[int, Mapping[str, str]], object]) -> bytes:
-    """Ask for bytes over http; `check` is called with the answer's status and headers before its body is read."""
+    """Request the bytes `start` … `end - 1` over http; call `check` with status and headers before reading the body."""
     from fsspec.asyn import sync
 
     async def get() -> bytes:
@@ -133,7 +133,7 @@ def _get(fs: Any, url: str, start: int, end: int, check: Callable[[int, Mapping[
         async with session.get(fs.encode_url(url), **options) as answer:
             if answer.status in (404, 410):
                 raise FileNotFoundError(url)
-            if answer.status != 416:  # the file ends before the part
+            if answer.status != 416:  # the file ends before `start`: `check` raises
                 answer.raise_for_status()
             check(answer.status, answer.headers)
             return await answer.read()
@@ -142,7 +142,7 @@ def _get(fs: Any, url: str, start: int, end: int, check: Callable[[int, Mapping[
 
 
 def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: Mapping[str, str]) -> None:
-    """Refuse an answer over http of another version of the file, or of another part of it."""
+    """Refuse an http answer that is not the bytes `start` … `end - 1` of the version of the file that was resolved."""
     _refuse_encoded(file.url, file.key, headers.get("Content-Encoding"))
     size, at = file.st_size, f"the answer for byte {start:,}"
     version = {name: headers[name] for name in ("ETag", "Last-Modified") if name in headers}
@@ -174,7 +174,7 @@ def _url_error(url: str, key: str, what: str, want: str, fix: str = _COPY) -> Da
 
 
 def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
-    """Refuse a file that is compressed on its way: it has no parts, and another size."""
+    """Refuse a file that the server compresses for the transfer: its size and its byte ranges would be wrong."""
     if encoding and encoding != "identity":
         want = "the bytes of the file, of which parts can be asked for"
         fix = "have it sent as it is (.jsonl.gz and .jsonl.zst are read), or copy it to a disk or a bucket"
@@ -182,22 +182,22 @@ def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
 
 
 def _version_of(info: Mapping[str, Any]) -> int:
-    """Return a hash of a file's strong ETag, or else of all its stamps; 0 if it has none."""
+    """Return a hash of a file's strong ETag, or else of all its tags and times (`_STAMPS`); 0 if it has none."""
     etag = info.get("ETag") or info.get("etag") or "W/"
     stamps = [etag] if not etag.startswith("W/") else [info[name] for name in _STAMPS if info.get(name)]
-    # A time may be a number in a listing, and a datetime in the info of one file.
+    # The same time may be a number in a listing, and a datetime in the info of one file.
     known = " ".join(f"{s.timestamp() if isinstance(s, datetime) else s}" for s in stamps)
     return int.from_bytes(hashlib.blake2b(known.encode(), digest_size=7).digest(), "big") if known else 0
 
 
 def _path_of(url: str) -> str:
-    """Return a URL without its query."""
+    """Return a URL without its query and fragment, which only http URLs have."""
     return re.split(r"[?#]", url)[0] if url.startswith("http") else url
 
 
 @contextmanager
 def telling(on_retry: Callable[[str], object]) -> Iterator[None]:
-    """Call a function with a line each time that this thread tries a request again."""
+    """In the block, call `on_retry` with a message each time that this thread repeats a failed request."""
     token = _on_retry.set(on_retry)
     try:
         yield
@@ -206,16 +206,16 @@ def telling(on_retry: Callable[[str], object]) -> Iterator[None]:
 
 
 def is_url(source: str) -> bool:
-    """Return whether a source is behind a URL."""
+    """Return whether a source is given as a URL."""
     scheme, is_there, _ = source.partition("://")
     return bool(is_there) and scheme.replace("+", "").isalnum()
 
 
 def filesystem(url: str, key: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path there.
+    """Return fsspec's file system for a URL, and the path of the URL in this file system.
 
     Raises:
-        DataError: unknown, not installed, or the URL says more than a protocol and a path.
+        DataError: the protocol is unknown, its package is not installed, or the URL is not just a protocol and a path.
     """
     import fsspec.core
 
@@ -239,7 +239,7 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
 
 
 def _time_limits(scheme: str) -> dict[str, Any]:
-    """Return the limits of time of a back end."""
+    """Return the fsspec options that limit the time of requests for the protocol `scheme`."""
     if scheme in ("http", "https"):
         aiohttp: Any = importlib.import_module("aiohttp")
         silence = aiohttp.ClientTimeout(total=_REQUEST_S, sock_connect=30, sock_read=60)
@@ -251,7 +251,7 @@ def _time_limits(scheme: str) -> dict[str, Any]:
 
 
 def refuse_chained(source: str, key: str) -> None:
-    """Refuse URLs of one protocol on another, as `zip://*.txt::https://host/a.zip`."""
+    """Refuse fsspec's chained URLs, such as `zip://*.txt::https://host/a.zip`."""
     if _CHAINED.search(source):
         fix = "unpack or copy what is behind it to a disk or a bucket"
         raise _url_error(source, key, ", several in one", "one URL", fix)
@@ -260,15 +260,16 @@ def refuse_chained(source: str, key: str) -> None:
 def list_files(
     source: str, key: str, endings: tuple[str, ...], is_start: bool = False
 ) -> tuple[list[RemoteFile], list[str]]:
-    """Find the file of a URL, the files that a pattern matches, or those below a folder.
+    """Find the file at a URL, the files that a pattern matches, or the files below a folder.
 
-    Of a folder files with these `endings`, in lower case, are taken. `is_start` means few tries: a user waits.
+    From a folder only files with one of `endings` (lower case) are taken. `is_start`: try a few times only, as a user
+    waits.
 
     Returns:
-        The files, sorted; and the names of a folder's other files.
+        The files, sorted; and the names of the files below folders that were not taken.
 
     Raises:
-        DataError: nothing is there, or it cannot be listed.
+        DataError: no file is found, or the URL cannot be listed.
     """
     fs, path = filesystem(source, key)
     named_by = _path_of(path)
@@ -290,7 +291,7 @@ def list_files(
     except FileNotFoundError:
         named, below = {}, {}
     fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0])
-    if "/." not in path[fixed:]:  # hidden files are taken only if asked for
+    if "/." not in path[fixed:]:  # hidden files are taken only if the pattern names them
         named, below = ({name: of[name] for name in of if "/." not in name[fixed:]} for of in (named, below))
     of_folders = below.keys() - named.keys()
     taken = named | {name: below[name] for name in of_folders if _path_of(name).lower().endswith(endings)}
@@ -319,7 +320,7 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
             _refuse_encoded(url, key, headers.get("Content-Encoding"))
             raise unknown
 
-        if url.startswith("http"):  # where what is compressed on its way has none
+        if url.startswith("http"):  # a file that is compressed for the transfer has no size
             _retried(lambda: _get(fs, url, 0, 1, refuse), url, key, "while it was looked at")
         raise unknown
     number = _version_of(info)
@@ -330,18 +331,18 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
 
 
 def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int | None = None) -> T:
-    """Call `action` until it succeeds.
+    """Call `action` until it succeeds, with pauses; after `tries` repetitions (None: all of `_PAUSES_S`) give up.
 
     Raises:
-        FileNotFoundError: it is not there.
-        DataError: it cannot be done, or fails again and again.
+        FileNotFoundError: the file does not exist.
+        DataError: another try cannot mend the failure, or the last try has failed.
     """
     for pause in (*_PAUSES_S[:tries], None):
         try:
             return action()
         except DataError:
             raise
-        except Exception as e:  # those of back ends have no common class
+        except Exception as e:  # exceptions of back ends have no common class
             failure = _cause_over_http(e) if url.startswith("http") else e
             if isinstance(failure, FileNotFoundError):
                 raise
@@ -353,7 +354,7 @@ def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int
 
 
 def _cause_over_http(e: Exception) -> Exception:
-    """Return the cause of a FileNotFoundError that fsspec raises for a server that is away, too."""
+    """Return the cause of a FileNotFoundError, which fsspec also raises if an http server cannot be reached."""
     cause = e.__cause__ if isinstance(e, FileNotFoundError) else None
     return cause if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410) else e
 

@@ -1,4 +1,4 @@
-"""Say what a run trains on, sample by sample, without training and without torch: for people who look at data."""
+"""Find what a run trains on, sample by sample, without training and without torch, so that users can inspect data."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ from titanlite.errors import DataError
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that is trained on."""
+    """A source that the run trains on, with its shards and samples open."""
 
-    name: str  # in the mixture; "" of `data.source`
-    asked: str  # what the config names
+    name: str  # in `data.mixture`; "" for `data.source`
+    asked: str  # the source as the config writes it
     shards: Corpus
     samples: Samples  # of the longest seq_len of all stages
 
 
 def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int) -> dict[str, OpenSource]:
-    """Open what a run trains on, by the name of each source; prepare what is not prepared yet."""
+    """Prepare and open the training sources of a run, by name, cut into samples of `unit_len` tokens."""
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
         shards = prepare(asked, config.data, vocab_size, progress, key)
@@ -39,7 +39,7 @@ def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int)
 
 
 def prepared_sources(config: Config, shards: Mapping[str, Corpus], unit_len: int) -> dict[str, OpenSource] | None:
-    """Open what a run trains on if all of it is prepared, and packed if it is to be; else return None."""
+    """Open the training sources of a run, by name; return None if one would have to be prepared or packed first."""
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
         own = shards.get(key)
@@ -52,20 +52,20 @@ def prepared_sources(config: Config, shards: Mapping[str, Corpus], unit_len: int
 
 @dataclass(frozen=True)
 class TrainedSample:
-    """A sample of training."""
+    """A sample that training reads: a sample of a source, or a piece of one."""
 
-    index: int  # from 0 at the start of training on
-    step: int  # 1 for the first
+    index: int  # position in training, from 0 on
+    step: int  # the step that trains on it, from 1 on
     source: OpenSource
-    epoch: int  # of the source, 1 for the first
-    sample: int  # of the source
-    first: int  # token of that sample that it begins with; a stage of a shorter seq_len takes pieces
+    epoch: int  # epoch of the source, from 1 on
+    sample: int  # number of the sample in the source
+    first: int  # where the piece begins in that sample; 0 unless a stage has a shorter seq_len
     seq_len: int
-    is_masked: bool  # attention and targets end with a document
+    is_masked: bool  # attention and targets stay within a document
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Tokens and targets as training has them, [2, S] int64."""
+        """Tokens and targets as training uses them, [2, S] int64."""
         pair = self.source.samples.read(self.sample)[:, self.first : self.first + self.seq_len]
         separator = self.source.shards.separator
         if self.is_masked and separator is not None:
@@ -74,12 +74,12 @@ class TrainedSample:
 
     @cached_property
     def documents(self) -> list[SampleDocument]:
-        """The documents in the sample."""
+        """The documents in the sample, in order."""
         return self.source.samples.documents(self.sample, self.first, self.seq_len)
 
     @property
     def attends_within(self) -> list[int]:
-        """Tokens of each document if documents are masked and known, else of the sample."""
+        """Number of tokens of each document if documents are masked, else of the whole sample."""
         return [document.length for document in self.documents] if self.is_masked else [self.seq_len]
 
 
@@ -88,7 +88,7 @@ class RunSamples:
 
     def __init__(self, config: Config, table: StageTable, sources: Mapping[str, OpenSource]) -> None:
         self.table, self.sources, self._config = table, sources, config
-        self.window = config.data.shuffle_window  # tokens; 0: none
+        self.window = config.data.shuffle_window  # of shuffling, in tokens; 0: none
         units = {name: source.samples.n for name, source in sources.items()}
         self.mixture = Mixture(table, units)
 
@@ -97,7 +97,7 @@ class RunSamples:
         return range(self.table.samples(step - 1), self.table.samples(step))
 
     def at(self, index: int) -> TrainedSample:
-        """Return a sample of training, from 0 on.
+        """Return the training sample with a number, counted from 0.
 
         Raises:
             DataError: its source is no longer in the config.
@@ -113,7 +113,7 @@ class RunSamples:
             raise DataError.of("data", f"data.mixture.{name}", saw, want, fix)
         source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)
         n, window = source.samples.n, data.shuffle_window // source.samples.seq_len
-        assert n is not None  # noqa: S101  # it is prepared
+        assert n is not None  # noqa: S101  # known, as the source is prepared
         sample = int(source.samples.in_order(np.array([unit]), seed, window)[0])
         first = int(taken.piece[0]) * taken.seq_len
         return TrainedSample(index, step, source, unit // n + 1, sample, first, taken.seq_len, data.document_mask)

@@ -1,9 +1,9 @@
-"""Write token ids to shards, durably, and say how far that is: to readers, and to a restart.
+"""Write token ids to shards durably, and publish the progress for readers and for a restart.
 
-A folder that is still being made has a `progress.json`, replaced as a whole, with the number of tokens that are there
-for good, and what reading the source had met by then. Each full shard has a `.json` with its hashes; both kinds of file
-have a hash of themselves. Tokens are on disk before `progress.json` counts them: it ends with a good document. What
-lies behind is written again after a restart. These files are deleted when the folder is complete.
+A folder that is still being made has a `progress.json`, which is replaced atomically. It has the number of tokens that
+are final, and the counts of the source's `Tally` at that point. Each full shard has a `.json` file with its hashes.
+Both kinds of file contain a hash of their content. Tokens are on disk before `progress.json` counts them, and it counts
+complete good documents only. All later tokens are written again after a restart. A complete folder has neither kind.
 """
 
 import os
@@ -21,7 +21,7 @@ from titanlite.durable import read_plain, write_durably
 from titanlite.json_file import parse_json, with_hash, without_hash
 
 _SHARD_TOKENS = 1 << 27
-_HASHED_TOKENS = BLOCK_BYTES // 2  # that a restart reads at once: one block, or two of uint32
+_HASHED_TOKENS = BLOCK_BYTES // 2  # tokens that a restart reads at once: one block of uint16, or two of uint32
 PROGRESS = "progress.json"
 
 
@@ -30,13 +30,13 @@ class Made:
     """The content of progress.json."""
 
     dtype: str
-    n_shards: int  # full ones
-    tokens: int  # of the shard after these, as `max_id`, `max_at` and `content`
+    n_shards: int  # number of full shards
+    tokens: int  # of the shard after the full ones, like `max_id`, `max_at` and `content`
     max_id: int
     max_at: int
-    content: str  # xxh3 of its bytes
+    content: str  # xxh3 of this shard's bytes
     all_tokens: int
-    read: dict[str, Any]  # `Tally.kept`
+    read: dict[str, Any]  # the result of `Tally.kept`
     version: int = VERSION
 
     @property
@@ -51,17 +51,17 @@ def shard_name(number: int) -> str:
 
 
 def read_shard(folder: Path, number: int) -> Shard:
-    """Read the .json of a full shard.
+    """Read the .json file of a full shard.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError, TypeError or KeyError: it is damaged.
+        OSError: the file does not exist, or cannot be read.
+        ValueError, TypeError or KeyError: the file is damaged.
     """
     return Shard.of(without_hash(parse_json(read_plain((folder / shard_name(number)).with_suffix(".json")))))
 
 
 def read_made(folder: Path) -> Made | None:
-    """Read progress.json; None before the first document, and when the folder is complete."""
+    """Read progress.json; None if it is damaged or missing, as before the first document and in a complete folder."""
     try:
         made = Made(**without_hash(parse_json(read_plain(folder / PROGRESS))))
     except (OSError, ValueError, TypeError, KeyError):
@@ -70,12 +70,12 @@ def read_made(folder: Path) -> Made | None:
 
 
 class ShardWriter:
-    """Writes tokens to shards of equal length; a context manager that leaves no file open."""
+    """Writes tokens to shards of equal length. As a context manager it closes its open file at the end."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int = 0) -> None:
         self.folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_tokens or _SHARD_TOKENS
-        self._hash, self._content = token_hash(dtype), xxhash.xxh3_64()  # of all tokens; of this shard's
+        self._hash, self._content = token_hash(dtype), xxhash.xxh3_64()  # of all tokens; of the current shard
         self._shards: list[Shard] = []
         self._said = 0  # shards whose .json is written
         self._file: Any = None
@@ -86,16 +86,16 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None:  # NFS keeps an open file's folder
+        if self._file is not None:  # NFS cannot delete the folder of an open file
             self._file.close()
 
     @property
     def tokens(self) -> int:
-        """Return the tokens written so far."""
+        """Return the number of tokens written so far."""
         return sum(shard.tokens for shard in self._shards) + self._tokens
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, [N], whose ids fit the dtype."""
+        """Append `tokens`, [N] ids that fit the dtype of the shards."""
         tokens = tokens.astype(self._dtype, copy=False)
         while len(tokens):
             if self._file is None:
@@ -113,12 +113,12 @@ class ShardWriter:
                 self._end_shard()
 
     def keep(self) -> None:
-        """Keep what was written so far: `drop` goes back to here."""
+        """Mark all tokens written so far as good: `drop` returns to this point."""
         hashes = self._hash.copy(), self._content.copy()
         self._kept = len(self._shards), self._tokens, self._max_id, self._max_at, *hashes
 
     def drop(self) -> None:
-        """Take back what was written since the last `keep`."""
+        """Remove the tokens written since the last `keep`."""
         if self._file is not None:
             self._file.close()
         n_shards, self._tokens, self._max_id, self._max_at, kept_hash, kept_content = self._kept
@@ -127,9 +127,9 @@ class ShardWriter:
         self._reopen()
 
     def publish(self, read: dict[str, Any]) -> None:
-        """Write what is kept to disk, then progress.json; nothing was written since `keep`.
+        """Force all tokens to disk, then write progress.json. Call it only right after `keep`.
 
-        `read` is what reading the source has met, for a restart.
+        `read`: the counts of reading the source (`Tally.kept`), from which a restart continues.
         """
         if self._file is not None:
             self._file.flush()
@@ -142,10 +142,11 @@ class ShardWriter:
         write_durably(self.folder / PROGRESS, with_hash(asdict(made)))
 
     def go_on(self, alive: Callable[[], object]) -> dict[str, Any] | None:
-        """Go on from progress.json; `alive` is called again and again while shards are held against their hashes.
+        """Continue from progress.json; `alive` is called repeatedly while shards are checked against their hashes.
 
         Returns:
-            What `publish` got last; None, with the folder emptied, if there is no such file or it is damaged.
+            The argument of the last `publish`. If progress.json or a shard is missing or damaged, None: the folder is
+            then empty.
         """
         made, tokens, content = read_made(self.folder), self._hash.copy(), self._content
         try:
@@ -171,7 +172,7 @@ class ShardWriter:
         return made.read
 
     def close(self) -> tuple[tuple[Shard, ...], str]:
-        """End the last shard; return all shards and the fingerprint of their tokens."""
+        """Complete the last shard; return all shards and the fingerprint of their tokens."""
         self._end_shard()
         return tuple(self._shards), self._hash.hexdigest()
 
@@ -179,7 +180,7 @@ class ShardWriter:
         return self.folder / shard_name(len(self._shards))
 
     def _reopen(self) -> None:
-        """Delete what lies behind the tokens that count, and open the shard that goes on."""
+        """Delete all tokens after the current position, and open the shard to which the next tokens are appended."""
         for path in self.folder.glob("shard-*"):
             number = path.stem.removeprefix("shard-").partition(".")[0]
             if number.isdigit() and int(number) >= len(self._shards) + (self._tokens > 0 and path.suffix == ".bin"):
@@ -202,7 +203,7 @@ class ShardWriter:
 
 
 def read_wanted(unfinished: Path) -> int:
-    """Return how many tokens of an unfinished folder readers have asked for."""
+    """Return how many tokens of an unfinished folder readers have requested; 0: none."""
     try:
         return int(read_plain(wanted_of(unfinished)))
     except (OSError, ValueError):
@@ -210,24 +211,24 @@ def read_wanted(unfinished: Path) -> int:
 
 
 def want(unfinished: Path, tokens: int) -> None:
-    """Ask the maker of an unfinished folder for so many tokens: it waits for readers if its lead is limited."""
+    """Request the first `tokens` tokens of an unfinished folder: its maker may wait for requests."""
     if read_wanted(unfinished) < tokens:
         write_durably(wanted_of(unfinished), str(tokens), by=f".{os.getpid()}", on_disk=False)
 
 
 def wanted_of(unfinished: Path) -> Path:
-    """Return the file with the number of tokens that readers have asked for."""
+    """Return the path of the file with the number of tokens that readers have requested."""
     return unfinished.with_name(f"{unfinished.name}.wanted")
 
 
 def empty(folder: Path) -> None:
-    """Delete what a folder holds."""
+    """Delete the content of a folder."""
     shutil.rmtree(folder)
     folder.mkdir()
 
 
 def end(folder: Path) -> None:
-    """Delete the files of progress. Any number of processes may do this at once."""
+    """Delete the progress files of a complete folder. Any number of processes may do this at once."""
     for path in folder.glob("shard-*.json"):
         path.unlink(missing_ok=True)
     (folder / PROGRESS).unlink(missing_ok=True)

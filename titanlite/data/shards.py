@@ -1,8 +1,8 @@
-"""Store a corpus as token shards: one long row of token ids, in flat files.
+"""Store a corpus as token shards: one long sequence of token ids, in flat files.
 
 A folder of shards has `shard-00000.bin`, … (little-endian uint16, or uint32 for vocabularies above 65,536) and a
-`meta.json`. Token files of other tools are not copied; their folder has a `meta.json` with their paths. There is no
-index of documents: sample i is tokens[i·S : i·S + S + 1], whose last token is only a target.
+`meta.json`. Token files of other tools are not copied; the folder then has only a `meta.json` with their paths. There
+is no index of documents. Sample i is tokens[i·S : i·S + S + 1] (S = seq_len); its last token is only a target.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from titanlite.json_file import read_json, with_hash, without_hash
 from titanlite.redact import redact_tree
 
 VERSION = 1
-BLOCK_BYTES = 1 << 19  # that have one hash
+BLOCK_BYTES = 1 << 19  # size of a block, which has one hash
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Shard:
 
     path: str  # relative to the folder of meta.json, or absolute
     tokens: int
-    max_id: int  # -1 if there are no tokens
-    max_at: int  # its first place in the file, in tokens
+    max_id: int  # the largest id; -1 if there are no tokens
+    max_at: int  # position of the first `max_id` in the file, in tokens
     hashes: tuple[str, ...]  # xxh3 of each block
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> "Shard":
-        """Return the shard of a JSON object."""
+        """Make a shard from its JSON object."""
         return cls(**{**content, "hashes": tuple(content["hashes"])})
 
 
@@ -49,31 +49,31 @@ class Meta:
     tokenizer: str  # "" for token files
     dtype: str  # "uint16" or "uint32"
     shards: tuple[Shard, ...]
-    fingerprint: str  # of the tokens alone: equal on all machines
+    fingerprint: str  # hash of the tokens alone: equal on all machines
     documents: int = 0
     input_bytes: int = 0
-    text_bytes: int = 0  # of the documents in UTF-8; 0: not known, as of token files
+    text_bytes: int = 0  # of the documents in UTF-8; 0: not known, as for token files
     n_bad_records: int = 0
-    bad_records: tuple[str, ...] = ()  # the first ones
+    bad_records: tuple[str, ...] = ()  # the first bad records
     skipped: tuple[str, ...] = ()
-    max_tokens: int = 0  # data.max_tokens, if it left text out
+    max_tokens: int = 0  # data.max_tokens, if text was left out because of it
     n_unknown: int = 0  # tokens for text that the tokenizer does not know
     version: int = VERSION
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of all shards, with separators."""
+        """Return the number of tokens in all shards, with separators."""
         return sum(s.tokens for s in self.shards)
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Return tokens, with separators, per byte of the documents' text; None: not known."""
+        """Return the number of tokens, with separators, per byte of the documents' text; None: not known."""
         return self.tokens / self.text_bytes if self.text_bytes else None
 
     def write(self, folder: Path) -> None:
-        """Write meta.json durably."""
+        """Write meta.json into `folder` durably, with secrets replaced by `***`."""
         content = dataclasses.asdict(self)
-        content = redact_tree(content) | {"shards": content["shards"]}  # paths that are opened
+        content = redact_tree(content) | {"shards": content["shards"]}  # shard paths stay as they are
         write_durably(folder / "meta.json", with_hash(content, indent=1))
 
     @classmethod
@@ -95,13 +95,13 @@ class Meta:
 
 
 class ChangedFileError(ValueError):
-    """A file has another content than was written."""
+    """A file does not have the content that was written."""
 
 
 class HashedFile:
-    """A file of `n` numbers, of which each block is held against its hash once, before it is used.
+    """A file of `n` numbers; each block is checked against its hash once, before its first use.
 
-    One that is still written has no `hashes`; of one of unknown length `n` is None.
+    `hashes` is empty while the file is being written. `n` is None if the length of the file is not known.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], hashes: Sequence[str], n: int | None = None) -> None:
@@ -110,11 +110,11 @@ class HashedFile:
         self.checked = np.zeros(len(hashes), bool)  # blocks known to be right
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Read `count` numbers from the first on.
+        """Read `count` numbers, beginning with number `first`.
 
         Raises:
-            ChangedFileError: they are not those that were written.
-            OSError: they cannot be read.
+            ChangedFileError: the file does not have the content that was written.
+            OSError: the file cannot be read.
         """
         offset, size = first * self._dtype.itemsize, count * self._dtype.itemsize
         with open(self.path, "rb", buffering=0) as file:
@@ -122,15 +122,15 @@ class HashedFile:
                 for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
                     self._check(file.fileno(), block)
             content = os.pread(file.fileno(), size, offset)
-            self._check_size(os.fstat(file.fileno()).st_size)  # after reading: then what was read is whole
+            self._check_size(os.fstat(file.fileno()).st_size)  # after reading, so that the content is complete
         return np.frombuffer(content, self._dtype, count=count)
 
     def check(self, block: int) -> None:
-        """Hold a block against its hash; see `read`."""
+        """Check a block against its hash; raises as `read`."""
         self.read(block * BLOCK_BYTES // self._dtype.itemsize, 1)
 
     def check_size(self) -> None:
-        """Check the size of the file; see `read`."""
+        """Check the size of the file; raises as `read`."""
         self._check_size(self.path.stat().st_size)
 
     def _check_size(self, size: int) -> None:
@@ -150,13 +150,13 @@ class HashedFile:
 
 
 def hashed_files(folder: Path, shards: Iterable[Shard], dtype: str) -> list[HashedFile]:
-    """Return the files of shards of a folder."""
+    """Return the file of each shard, with its hashes; `folder` is the folder of meta.json."""
     kind = np.dtype(dtype).newbyteorder("<")
     return [HashedFile(folder / shard.path, kind, shard.hashes, shard.tokens) for shard in shards]
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":
-    """Return the hash of a corpus' fingerprint, before its first token."""
+    """Return the hash object that makes the fingerprint of a corpus, without any token so far."""
     return hashlib.blake2b(dtype.encode(), digest_size=16)
 
 
@@ -167,16 +167,16 @@ def block_hashes(path: Path) -> tuple[str, ...]:
 
 
 def block_hash(content: bytes) -> str:
-    """Return the hash of a block of a shard: fast, as it is against accidents alone."""
+    """Return the hash of a block of a shard. It is a fast hash, as it protects against accidents only."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 def sample_count(
     source: str, tokens: int, seq_len: int, at_least: int = 1, key: str = "data.source", max_tokens: int = 0
 ) -> int:
-    """Return the number of samples of S tokens and one target in a source; raise a DataError below `at_least`.
+    """Return the number of samples in a source, each of S tokens and a last target; raise a DataError below `at_least`.
 
-    `max_tokens` is data.max_tokens, if it left text out.
+    `key` is the config key of the source; `max_tokens` is data.max_tokens, if text was left out because of it.
     """
     n_samples = (tokens - 1) // seq_len
     if n_samples < at_least:
@@ -192,7 +192,7 @@ def sample_count(
 
 
 def shard_unreadable(folder: Path, e: OSError) -> DataError:
-    """Return the error for shards that the system does not let be read."""
+    """Return the error for shards that the operating system fails to read."""
     want, fix = "folders and files that can be read", "make it readable, or set data.cache_dir to another folder"
     return DataError.of(str(folder), e.filename or "a file", e.strerror or str(e), want, fix)
 

@@ -6,8 +6,8 @@
     s3://, gs://, https://, …               the same behind a URL, except token files (remote.py)
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
-Files are found by name here and read by documents.py. Each is taken once, however many names lead to it; others in a
-folder are counted. No torch here, so that a source without files is reported before torch is imported.
+This module finds files by name; documents.py reads them. Each file is taken once, even if several names lead to it.
+Other files in a folder are counted. torch is not imported, so that a source without files is reported at once.
 """
 
 import fnmatch
@@ -28,14 +28,14 @@ from titanlite.errors import DataError, nearest
 from titanlite.redact import STAR, redact_urls
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-"""Compression of JSON lines, by the ending of a file's name, as pyarrow calls it."""
+"""The endings of compressed files of JSON lines, and pyarrow's name for each compression."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
-# Refused in a folder, too, where other endings are passed over.
+# Endings that are refused in a folder, too, where files with other unknown endings are passed over.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
 _DOWNLOAD = (".aria2", ".crdownload", ".download", ".incomplete", ".part", ".partial", ".tmp")
 _UNFINISHED = tuple(f"{name}{end}" for name in SUFFIXES for end in _DOWNLOAD)
-_FIXES = (  # for files that are not read, by their endings
+_FIXES = (  # advice for files that cannot be read, by their endings
     (_COMPRESSED, "decompress them, or {narrow}"),
     (_UNFINISHED, "end the download, or delete what is left of it; or {narrow}"),
     ("", "{narrow}, or rename the files"),
@@ -47,7 +47,7 @@ BEGINNINGS = (
     (b"PAR1", "Parquet"),
     (b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched"),
 )
-"""The first bytes of files, and the kind of file that they show."""
+"""The first bytes of a file, and the kind of file that they indicate."""
 
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
@@ -60,20 +60,20 @@ class Source:
     """The files that a source string stands for; nothing has been read yet."""
 
     name: str  # the string, as the user wrote it
-    key: str  # the config key
+    key: str  # the config key of the source
     kind: Literal["python", "text", "tokens", "dataset"]
-    files: tuple[SourceFile, ...]  # sorted; of a dataset, the files below its folder, none if it is on the hub
+    files: tuple[SourceFile, ...]  # sorted; for a dataset, the files below its folder, none if it is on the hub
     dataset: tuple[str, str | None, str] | None = None  # path or hub name, config, split
-    count: str = ""  # of files taken, passed over and met twice, in words; "" of a dataset
+    count: str = ""  # message: how many files were taken, passed over and found twice; "" for a dataset
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, size [bytes] and modification time [ns] of every file, by which a changed input is found.
+        """Return path, size [bytes] and modification time [ns] of every file, to detect changed files.
 
         Raises:
             DataError: a file is gone.
         """
         files = self.files
-        if is_url(self.name) and self.kind == "text":  # listed anew
+        if is_url(self.name) and self.kind == "text":  # list the URL again
             files = list_files(self.name, self.key, SUFFIXES)[0]
         try:
             return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
@@ -86,16 +86,16 @@ class Source:
         return tuple(file for file in self.files if isinstance(file, Path))
 
     def refused(self, what: str, want: str, fix: str) -> DataError:
-        """Return the error that says `what` of this source."""
+        """Return the error whose message is the name of this source, then `what`, what is expected and the fix."""
         return DataError.of("data", self.key, f"{self.name!r}{what}", want, fix)
 
     def n_bytes(self) -> int | None:
-        """Return the bytes to read; None of a dataset."""
+        """Return the number of bytes of all files; None for a dataset."""
         return None if self.kind == "dataset" else sum(size for _, size, _ in self.stamps())
 
 
 def resolve(source: str, key: str = "data.source") -> Source:
-    """Find the files of a source, sorted, so that every host reads them in one order.
+    """Find the files of a source, sorted, so that every host reads them in the same order.
 
     Raises:
         DataError: nothing matches, a folder cannot be read, a suffix is unknown, or token files are mixed with text.
@@ -132,12 +132,12 @@ def resolve(source: str, key: str = "data.source") -> Source:
 
 
 def files_below(source: str, key: str, folder: str) -> Iterator[str]:
-    """Yield the files of a folder of a source, without hidden ones; raise a DataError if one cannot be read."""
+    """Yield the files below a folder, without hidden ones; raise a DataError if a subfolder cannot be read."""
     return _Walk(source, key).below(folder)
 
 
 def ending(file: SourceFile | str) -> str:
-    """Return the one of `SUFFIXES` that a file's name ends in, in any case, or ""."""
+    """Return the member of `SUFFIXES` with which a file's name ends, in upper or lower case, or ""."""
     name = (file if isinstance(file, str) else file.name).lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
@@ -189,7 +189,7 @@ def _another_kind(source: str, key: str, unknown: Sequence[SourceFile], fix: str
 def unreadable(source: str, key: str, path: SourceFile | str, e: OSError) -> DataError:
     """Return the error for a file or folder of a source that cannot be read."""
     want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
-    if e.errno is None:  # pyarrow's, while it unpacks
+    if e.errno is None:  # raised by pyarrow while it decompresses
         want, fix = "a whole file of the kind that its name says", "fetch or write it again, or rename it"
     return DataError.of("data", key, f"{source!r}: {path}: {e.strerror or e}", want, fix)
 
@@ -205,18 +205,18 @@ def _stdlib_files(root: str, held_out: bool) -> tuple[Path, ...]:
 
 
 def _is_held_out(relative_path: str) -> bool:
-    """Hold one file in twenty out by its name alone, so that the split is the same everywhere and for good."""
+    """Return whether a file is held out: one in twenty, by a hash of its path alone, so that all hosts agree."""
     digest = hashlib.blake2b(relative_path.replace(os.sep, "/").encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 20 == 0
 
 
 class _Walk:
-    """Finds the files of a source; each folder is entered once for a pattern, so that a cycle of links ends."""
+    """Finds the files of a source. A folder is searched once for each pattern, so that a cycle of links ends."""
 
     def __init__(self, source: str, key: str) -> None:
         self._source, self._key = source, key
         self._entered: dict[tuple[int, int, tuple[str, ...]], str] = {}
-        self._again: list[str] = []  # further names of files and folders
+        self._again: list[str] = []  # further names of files and folders found before
         self._passed: list[str] = []  # files of a folder that have no known ending
 
     def files(self) -> list[Path]:
@@ -230,8 +230,8 @@ class _Walk:
             for file in self.below(match):
                 known = ending(file) or file.lower().endswith((*_COMPRESSED, *_UNFINISHED))
                 (found if known else self._passed).append(file)
-        # Of a link, as hubs and data-versioning tools make them, the name has the suffix: only folders are resolved.
-        # A link to nothing is refused when the file is opened.
+        # Links to folders are resolved, but links to files are not: hubs and data-versioning tools give the suffix to
+        # the link alone. A broken link is refused when the file is opened.
         files = self._once(found)
         folders = {folder: Path(folder).resolve() for folder in set(map(os.path.dirname, files))}
         return [folders[os.path.dirname(f)] / os.path.basename(f) for f in files]
@@ -245,7 +245,7 @@ class _Walk:
         return _files_taken(n_taken, set(self._passed)) + twice
 
     def _once(self, found: Iterable[str]) -> list[str]:
-        """Return each file once, sorted, by a name that is not a link if it has one."""
+        """Return each file once, sorted. Of several names of a file, one that is not a link is preferred."""
         taken: dict[tuple[int, int] | str, str] = {}
         for file in sorted(set(found), key=lambda f: (os.path.islink(f), f)):
             try:
@@ -257,7 +257,7 @@ class _Walk:
         return sorted(taken.values())
 
     def _matches(self, folder: str, parts: tuple[str, ...]) -> Iterator[str]:
-        """Yield what a pattern matches below a folder; raise a DataError if that cannot be searched."""
+        """Yield the paths below a folder that the pattern `parts` matches; raise a DataError if one cannot be read."""
         if not parts:
             yield folder
             return
@@ -266,7 +266,7 @@ class _Walk:
             inside = os.path.join(folder, os.curdir)  # fails unless the folder may be entered
             stat, entries = os.stat(inside), list[os.DirEntry[str]]()
             if glob.has_magic(part):
-                with os.scandir(inside) as all_of_it:  # links last: the other name counts
+                with os.scandir(inside) as all_of_it:  # links last: real names are preferred
                     entries = sorted(all_of_it, key=lambda e: (e.is_symlink(), e.name))
         except (FileNotFoundError, NotADirectoryError):
             return
@@ -282,7 +282,7 @@ class _Walk:
         elif not entries and not glob.has_magic(part) and os.path.lexists(os.path.join(folder, part)):
             yield from self._matches(os.path.join(folder, part), rest)
         for entry in entries:
-            # Hidden files and the file system's own are left out.
+            # Hidden files and the file system's folder `lost+found` are left out.
             if entry.name == "lost+found" or (entry.name.startswith(".") and not part.startswith(".")):
                 continue
             path = os.path.join(folder, entry.name)
@@ -294,7 +294,7 @@ class _Walk:
 
 
 def _pattern_parts(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """Split a pattern into the folder where it starts and its parts: `**/**` is `**`, and a last `**` is `**/*`."""
+    """Split a pattern into its start folder and parts. `**/**` becomes `**`, and a `**` at the end becomes `**/*`."""
     parts = [*pattern.split(os.sep), *["*"] * pattern.endswith("**")]
     start = os.sep if pattern.startswith(os.sep) else ""
     return start, tuple(p for p, before in zip(parts, ["", *parts], strict=False) if p != "**" or before != "**")

@@ -1,10 +1,10 @@
-"""The stage table of a run: length, number and source weights of the sequences of each step.
+"""The stage table of a run: the length, number and source weights of the sequences in each step.
 
-A row begins with a step. Each checkpoint keeps the rows that training has reached; later ones follow from the config.
-So a run that goes on with other weights, or another batch, begins a row at its next step and changes none of the past;
-a config that would have trained otherwise up to here is refused.
+A row of the table begins with a certain step. A checkpoint stores the rows that training has reached; later rows follow
+from the config. So a run that continues with other weights, or another batch size, adds a row at its next step and does
+not change the past rows. A config is refused if its past stages differ from what was trained.
 
-A stage begins with the first step that has its tokens behind it. Nothing here needs torch.
+A stage begins with the first step before which `from_tokens` tokens were trained. This module does not import torch.
 """
 
 from bisect import bisect_right
@@ -20,23 +20,23 @@ from titanlite.errors import ConfigError, Problem, describe
 
 @dataclass(frozen=True)
 class StageRow:
-    """A row of the stage table."""
+    """A row of the stage table: the stage that steps follow from `from_step` on."""
 
     from_step: int  # steps done before it
     from_sample: int  # sequences trained on before it
     from_tokens: int  # tokens trained on before it
-    asked: AskedStage  # as the config asks; of a row of the past, as it asked then
+    asked: AskedStage  # the stage in the config; for a past row, in the config of that time
 
     def samples(self, step: int) -> int:
-        """Return the sequences trained on up to a step of this row."""
+        """Return the number of sequences trained on up to a step of this row."""
         return self.from_sample + (step - self.from_step) * self.asked.sequences
 
     def tokens(self, step: int) -> int:
-        """Return the tokens trained on up to a step of this row."""
+        """Return the number of tokens trained on up to a step of this row."""
         return self.from_tokens + (step - self.from_step) * self.asked.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as a checkpoint keeps it, without layout and learning rate."""
+        """Return the row as a checkpoint stores it, without local batch size and learning rate."""
         asked = self.asked
         return {
             "from_step": self.from_step,
@@ -50,33 +50,33 @@ class StageRow:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "StageRow":
-        """Return a row of a checkpoint."""
+        """Make a row from its JSON object in a checkpoint."""
         asked = AskedStage(None, row["stage"], row["seq_len"], row["sequences"], 1, row["weights"])
         return cls(row["from_step"], row["from_sample"], row["from_tokens"], asked)
 
 
 @dataclass(frozen=True)
 class Past:
-    """The part of a run that was trained before a start."""
+    """The part of a run that was trained before this start."""
 
-    step: int = 0  # the last one done
-    samples: int = 0  # sequences trained on
-    rows: tuple[StageRow, ...] = ()  # of the stage table
-    unit_len: int = 0  # as of the stage table; 0: nothing was trained
+    step: int = 0  # the last step trained
+    samples: int = 0  # number of sequences trained on
+    rows: tuple[StageRow, ...] = ()  # the rows of the stage table so far
+    unit_len: int = 0  # as in `StageTable`; 0: nothing was trained
 
     @property
     def tokens(self) -> int:
-        """Return the tokens trained on."""
+        """Return the number of tokens trained on."""
         row = self.rows[-1] if self.rows else None
         return 0 if row is None else row.from_tokens + (self.samples - row.from_sample) * row.asked.seq_len
 
 
 class StageTable:
-    """The rows of a run, in order, and what follows from them for each step.
+    """The rows of a run, in order, and the row, samples and tokens of each step.
 
     Args:
         unit_len: tokens of the samples that sources are cut into: the longest seq_len of all stages, past ones too.
-        notes: what was changed at this start, a line each.
+        notes: messages about stages that have changed or are not reached, a line each.
     """
 
     def __init__(self, rows: Sequence[StageRow], steps: int, unit_len: int, notes: Sequence[str]) -> None:
@@ -85,29 +85,29 @@ class StageTable:
         self.first_steps = frozenset(row.from_step + 1 for row in rows)
 
     def row(self, step: int) -> StageRow:
-        """Return the row of a step, 1 for the first."""
+        """Return the row of a step; the first step is 1."""
         return self.rows[max(0, bisect_right(self._from_step, step - 1) - 1)]
 
     def samples(self, step: int) -> int:
-        """Return the sequences trained on up to a step, over all ranks."""
+        """Return the number of sequences trained on up to a step, over all ranks."""
         return self.row(step + 1).samples(step)
 
     def tokens(self, step: int) -> int:
-        """Return the tokens trained on up to a step, over all ranks."""
+        """Return the number of tokens trained on up to a step, over all ranks."""
         return self.row(step + 1).tokens(step)
 
     def past(self, step: int) -> list[dict[str, Any]]:
-        """Return the rows that training has reached after a step, as a checkpoint keeps them."""
+        """Return the rows that training has reached after a step, as a checkpoint stores them."""
         return [row.to_json() for row in self.rows if row.from_step < max(step, 1)]
 
 
 def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
-    """Make the stage table of a start: the past as it was, and from there on what the config asks for.
+    """Make the stage table for a start of a run: the past rows as they were trained, and later rows from the config.
 
-    `world_size` is the number of processes, None the fewest; `past` is what was trained by a checkpoint.
+    `world_size`: number of processes; None: the fewest possible. `past`: the part that a checkpoint has trained.
 
     Raises:
-        ConfigError: the config has other stages up to here than were trained, or one without a step.
+        ConfigError: past stages of the config differ from what was trained, or a stage is shorter than a step.
     """
     asked, past = asked_stages(config, world_size), past or Past()
     rows, notes = list(past.rows), list[str]()
@@ -144,10 +144,10 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
 
 
 def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None:
-    """Refuse other stages than were trained up to here."""
+    """Raise a ConfigError if past stages of the config differ from what was trained."""
     last, problems = past.rows[-1], list[Problem]()
     tokens = past.tokens
-    trained = {row.asked.from_tokens: row.asked for row in past.rows}  # the last of each
+    trained = {row.asked.from_tokens: row.asked for row in past.rows}  # the last row of each stage
     by_start = {stage.from_tokens: stage for stage in asked}
     goes_on = max(start for start in by_start if start <= tokens)
     for start, was in trained.items():
@@ -178,7 +178,7 @@ def _without_step(stage: AskedStage, before: AskedStage) -> Problem:
 
 
 def _takes_same(a: AskedStage, b: AskedStage, is_past: bool = False) -> bool:
-    """Return whether two stages take the same samples; a past batch may be of another number of ranks."""
+    """Return whether two stages train on the same samples; with `is_past`, the number of sequences may differ."""
     return a.seq_len == b.seq_len and a.shares == b.shares and (is_past or a.sequences == b.sequences)
 
 
@@ -194,6 +194,6 @@ def _difference(before: AskedStage, after: AskedStage) -> str:
 
 
 def weights_in_words(stage: AskedStage) -> str:
-    """Write the weights of a stage: `web 0.7, code 0.3`; of one source, `data.source`."""
+    """Return the weights of a stage as text: `web 0.7, code 0.3`; for a single source, `data.source`."""
     shown = {name: text.removesuffix(".0") for name, text in stage.weights.items()}
     return ", ".join(f"{name} {text}" if name else "data.source" for name, text in shown.items())

@@ -1,4 +1,4 @@
-"""Count what reading a source has met: bytes, documents, and records that cannot be used."""
+"""Count bytes, documents and unusable records while a source is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,51 +7,51 @@ from typing import Any
 from titanlite.config.schema import Data
 from titanlite.errors import DataError
 
-_REPORT_BYTES = 1 << 22  # of text, after which progress is reported
-_LISTED = 10  # bad records that are named
+_REPORT_BYTES = 1 << 22  # bytes of text between two reports of progress
+_LISTED = 10  # bad records that an error message lists
 _TOO_LARGE = "larger than data.max_record_mib"
-_KEPT = (  # in progress.json
+_KEPT = (  # fields stored in progress.json
     *("file", "start", "record", "n_bytes", "n_documents", "n_tokens", "n_text_bytes", "n_unknown"),
     *("n_bad", "bad", "skipped", "revision"),
 )
-_RUNAWAY = 1000  # bad records past the limit that end reading, though no batch of good ones was full
+_RUNAWAY = 1000  # bad records beyond the limit that end reading before the next check between batches
 
 
 @dataclass
 class Tally:
-    """The counts of what reading has met so far."""
+    """Counts of the bytes, documents and bad records of a source that were read so far."""
 
     source: str
     key: str  # the config key of the source
     limit: int  # data.max_bad_records
-    file: int = 0  # number of the file that is read
-    start: int = 0  # n_bytes at its beginning
-    record: int = 0  # records of it that were read
-    is_between: bool = True  # these counts end with a document
+    file: int = 0  # number of the current file
+    start: int = 0  # n_bytes at the beginning of the current file
+    record: int = 0  # records of the current file that were read
+    is_between: bool = True  # the counts end with a complete document
     n_bytes: int = 0  # of the input
-    n_documents: int = 0  # good ones
-    n_tokens: int = 0  # of these, with separators
-    n_text_bytes: int = 0  # of these, in UTF-8
-    n_unknown: int = 0  # tokens of these for text that the tokenizer does not know
+    n_documents: int = 0  # good documents
+    n_tokens: int = 0  # of good documents, with separators
+    n_text_bytes: int = 0  # of good documents, in UTF-8
+    n_unknown: int = 0  # tokens of good documents for text that the tokenizer does not know
     is_cut: bool = False  # data.max_tokens leaves documents out
     n_bad: int = 0
-    bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
-    skipped: list[str] = field(default_factory=list)  # files left out by rule
+    bad: list[str] = field(default_factory=list)  # "place: reason" of the first bad records
+    skipped: list[str] = field(default_factory=list)  # notes on files and rows that were left out but are no errors
     max_record_mib: int = Data.max_record_mib
     on_progress: Callable[[], object] = lambda: None  # called every few MB
-    revision: str = ""  # of a dataset on the hub
-    is_ended: bool = False  # reading ends at a record that is too large, one bad record too many
+    revision: str = ""  # revision of a dataset on the hub
+    is_ended: bool = False  # reading must end: a record that is too large exceeded the limit of bad records
     _passed: int = 0  # bytes since `on_progress` was called
 
     def kept(self) -> dict[str, Any]:
-        """Return what a restart goes on from; only where `is_between`."""
+        """Return the counts from which a restart continues; only valid while `is_between` is true."""
         return {name: getattr(self, name) for name in _KEPT}
 
     def go_on(self, kept: dict[str, Any]) -> None:
-        """Go on from where another tally was.
+        """Continue from the counts of an earlier start, the result of its `kept`.
 
         Raises:
-            DataError: more than `limit` records were bad by then.
+            DataError: the earlier start had more than `limit` bad records.
         """
         for name in _KEPT:
             setattr(self, name, kept[name])
@@ -66,7 +66,7 @@ class Tally:
             self.check()
 
     def add_large(self, place: str) -> None:
-        """Count a record that is too large, which ends the reading if it is one too many: it may have no end."""
+        """Count a record that is too large as bad; beyond the limit this ends reading, as the record may be endless."""
         self.add_bad(place, self.too_large())
         self.is_ended = self.n_bad > max(0, self.limit)
 
@@ -75,27 +75,27 @@ class Tally:
         return f"{_TOO_LARGE} = {self.max_record_mib}"
 
     def begin(self, number: int) -> int:
-        """Note the file that is read from here on; return how many of its records a restart passes over."""
+        """Make file `number` the current file; return how many of its records were read by an earlier start."""
         if number != self.file:
             self.file, self.start, self.record = number, self.n_bytes, 0
         return self.record
 
     def read(self, n_bytes: int) -> None:
-        """Call `on_progress` every few MB of text, also of text that a restart reads again."""
+        """Count bytes of text as read, even if a restart skips them; call `on_progress` every few MB."""
         self._passed += n_bytes
         if self._passed >= _REPORT_BYTES:
             self._passed = 0
             self.on_progress()
 
     def take_back(self, first: int, end: int) -> bool:
-        """Forget the bad records from `first` up to `end`; return whether there were any."""
+        """Forget the bad records with the numbers `first` … `end - 1`; return whether there are any."""
         del self.bad[first:end]
         self.n_bad -= end - first
         return end > first
 
     def check(self) -> None:
-        """Raise a DataError if more than `limit` records are bad: called between batches, to name several at once."""
-        limit = max(0, self.limit)  # less is out of range, and reported
+        """Raise a DataError if more than `limit` records are bad; called between batches, so that it can list several."""
+        limit = max(0, self.limit)  # a negative limit is refused elsewhere
         if self.n_bad <= limit:
             return
         more = [f"and {self.n_bad - len(self.bad)} more"] * (self.n_bad > len(self.bad))

@@ -1,9 +1,9 @@
 """Read token files of other tools: flat ids, little-endian uint16 or uint32, without a header.
 
-Ids that are read as the wrong type train without an error. The type is what a file beside them states: a `meta.json`
-with a "dtype", as titanlite's own shards have, or Megatron's .idx of the same name; else `data.token_dtype`; else
-uint32 if `model.vocab_size` exceeds 65,536, else uint16. A header is an error. The first use reads every file once, as
-an id outside the model's vocabulary is an error, too.
+Ids that are read as the wrong type train without an error. If a file beside the ids states their type, it is used: a
+`meta.json` with a "dtype", as titanlite's shards have, or Megatron's .idx of the same name. Else `data.token_dtype`
+decides; with "auto", the type is uint32 if `model.vocab_size` exceeds 65,536, else uint16. Files with a header are
+refused. The first use reads every file once, as ids outside the model's vocabulary are refused, too.
 """
 
 import struct
@@ -20,7 +20,7 @@ from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _CHUNK_BYTES = 4 * BLOCK_BYTES
-_HEADERS = (  # first bytes, name, and what reads the ids behind them
+_HEADERS = (  # first bytes, name, and code that reads the ids after the header
     (b"\x93NUMPY", "numpy's header", "np.load({file!r})"),
     (struct.pack("<2i", 20240520, 1), "llm.c's header", "np.fromfile({file!r}, '<u2', offset=1024)"),
     (struct.pack("<2i", 20240801, 7), "llm.c's header", "np.fromfile({file!r}, '<u4', offset=1024)"),
@@ -29,15 +29,15 @@ _HEADERS = (  # first bytes, name, and what reads the ids behind them
     *((begin, kind, "") for begin, kind in BEGINNINGS),
 )
 _HEAD_BYTES = max(len(begin) for begin, _, _ in _HEADERS)
-_MEGATRON = "<9sQBQQ"  # its index: magic, version, type, sequences, documents; int32 lengths; int64 places, in bytes
+_MEGATRON = "<9sQBQQ"  # .idx: magic, version, type, sequences, documents; then int32 lengths, int64 byte offsets
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 
 
 def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
-    """Return the type of the ids in token files, "uint16" or "uint32", by the rule above.
+    """Return the type of the ids in token files, "uint16" or "uint32", by the rules of this module's docstring.
 
     Raises:
-        DataError: the files are of different types; one has a header, or a size that is no whole number of ids.
+        DataError: the files have different types, or one has a header or a size that is no whole number of ids.
     """
     rule = data.token_dtype
     if rule == "auto":
@@ -73,7 +73,7 @@ def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
 
 
 def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
-    """Yield the first ids of token files, in parts."""
+    """Yield the first `count` ids of token files, in parts."""
     for file in source.paths:
         for chunk in _file_chunks(file, source, _CHUNK_BYTES):
             ids = np.frombuffer(chunk, _code(dtype))[:count]
@@ -83,9 +83,9 @@ def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
 
 
 def require_separator(source: Source, dtype: str, separator: int, limit: int | None = None) -> str | None:
-    """Refuse a separator that is nowhere in token files that are trained on; return a warning in other cases.
+    """Refuse a separator that does not occur in token files for training; None if it occurs, else return a warning.
 
-    Of the tokens at most `limit` are looked at, up to the first separator.
+    The warning is for held-out files, or if only the first `limit` tokens were searched (None: all are searched).
     """
     tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
     if any((ids == separator).any() for ids in first_ids(source, dtype, limit or tokens)):
@@ -93,17 +93,17 @@ def require_separator(source: Source, dtype: str, separator: int, limit: int | N
     saw, want = f"{separator}, which ends no document", f"the id that ends each document of {source.name!r}"
     if limit and limit < tokens:
         return f"data.separator_id = {saw} in the first {limit:,} tokens of {source.key} = {source.name!r}"
-    if source.key.startswith("validation."):  # it may be one document
+    if source.key.startswith("validation."):  # held-out files may be one document
         return f"data.separator_id = {saw} of {source.key} = {source.name!r}: each of its samples is one"
     fix = "correct it, or leave it out: each sample is one document then"
     raise DataError.of("data", "data.separator_id", saw, want, fix)
 
 
 def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
-    """Read token files once; return their meta.json.
+    """Read token files once; return the content of a meta.json for them. `report` is called with the bytes read so far.
 
     Raises:
-        DataError: a file cannot be read, or is a shard that has changed since it was prepared.
+        DataError: a file cannot be read, or is a titanlite shard that has changed since it was prepared.
     """
     digest, n_bytes, shards = token_hash(dtype), 0, list[Shard]()
     prepared = _prepared(source)
@@ -128,16 +128,16 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
 
 
 def _prepared(source: Source) -> dict[Path, Shard]:
-    """Return those files that are titanlite's own shards, as the meta.json beside them says."""
+    """Return the files that titanlite has made, with the shard that the meta.json beside each file describes."""
     known: dict[Path, Shard] = {}
     for folder in {file.parent for file in source.paths}:
-        with suppress(DataError):  # there is no meta.json, or it is somebody else's
+        with suppress(DataError):  # there is no meta.json, or another tool's
             known |= {folder / shard.path: shard for shard in Meta.read(folder).shards}
     return known
 
 
 def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
-    """Raise a DataError if an id is outside the model's vocabulary."""
+    """Raise a DataError if an id in the shards is outside the model's vocabulary."""
     largest = max(meta.shards, key=lambda s: s.max_id, default=None)
     if largest is not None and largest.max_id >= vocab_size:
         bits = 8 * np.dtype(meta.dtype).itemsize
@@ -153,13 +153,13 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
 def _of_meta(file: Path, source: Source) -> str | None:
     try:
         stated = read_json(file)["dtype"]
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or somebody else's
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or another tool's
         return None
     return _readable(source, file, stated) if isinstance(stated, str) else None
 
 
 def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
-    """Return the type that Megatron's index of a file states, if there is one that ends where the file does."""
+    """Return the type of ids that a file's Megatron index states, or None without an index; check the file's size."""
     index, size = file.with_suffix(".idx"), struct.calcsize(_MEGATRON)
     try:
         with index.open("rb") as data:
@@ -184,7 +184,7 @@ def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
 
 
 def _readable(source: Source, file: Path, stated: str) -> str:
-    """Return the type by which a stated one is read: int32 as uint32, as ids are not negative."""
+    """Return the unsigned type for a stated type of ids (uint32 for int32, as ids are not negative); refuse others."""
     try:
         dtype = np.dtype(stated)
     except (TypeError, ValueError, SyntaxError):

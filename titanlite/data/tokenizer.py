@@ -1,10 +1,10 @@
-"""Load tokenizers: text to token ids, and the id that separates documents.
+"""Load tokenizers, which turn text into token ids, and find the id that separates documents.
 
-`bytes` needs no file: 256 ids, the UTF-8 bytes; NUL separates. Everything else is a `tokenizer.json` of Hugging Face,
-read by the `tokenizers` library. Special tokens inside a text are encoded as ordinary text, so that a web page about
-<|endoftext|> does not end a document. Truncation, padding, dropout and the tokens that the file's post_processor adds
-would change the corpus and are not used; `data.add_bos_token` adds the one that begins documents. `unused` says so, and
-`as_used` is the file without them.
+The tokenizer `bytes` needs no file: its 256 ids are the UTF-8 bytes, and NUL separates documents. All others are a
+`tokenizer.json` of Hugging Face, read by the `tokenizers` library. Special tokens inside a text are encoded as ordinary
+text, so that a web page about <|endoftext|> does not end a document. Truncation, padding, dropout and the tokens that
+the file's post_processor adds would change the corpus and are switched off, which the attribute `unused` reports.
+`as_used` returns the file without these settings. `data.add_bos_token` adds the token that begins documents.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
-_LEAST_SHARE = 0.9  # of a vocabulary that a tokenizer uses; published models have 0.99 and more
+_LEAST_SHARE = 0.9  # of a model's vocabulary must be ids of the tokenizer; published models have 0.99 and more
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
@@ -32,27 +32,27 @@ class EncodingError(DataError):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids, and what titanlite needs of a tokenizer."""
+    """Uses UTF-8 bytes as ids. Its attributes and methods are the interface of all tokenizers."""
 
     name = "bytes"  # as the user wrote it
     fingerprint = "bytes"  # equal for equal encodings
     vocab_size = 256  # largest id + 1
     separator_id = 0  # follows every document
     bos_id: int | None = None  # precedes every document; None: nothing does
-    unknown_id: int | None = None  # of text without a token; None: every text has tokens
-    unused = ""  # notice of what its file says that is not used, or ""
+    unknown_id: int | None = None  # id for text without a token; None: every text has tokens
+    unused = ""  # notice of settings in its file that are not used, or ""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents, valid Unicode, as their UTF-8 bytes, uint8, without separators."""
+        """Return the UTF-8 bytes of each document, [N] uint8, without separators; texts must be valid Unicode."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, separators included; parts of characters are U+FFFD."""
+        """Return the text of ids, separators included; incomplete characters become U+FFFD."""
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer.json."""
+    """A tokenizer from a tokenizer.json of Hugging Face."""
 
     def __init__(self, name: str, path: Path, add_bos: bool = False) -> None:
         import tokenizers
@@ -78,7 +78,7 @@ class FileTokenizer:
                 want = f"false with {of}: documents follow it anyway"
                 raise DataError.of("data", "data.add_bos_token", "true", want, "add_bos_token = false")
         model = self._tokenizer.model
-        if isinstance(model, tokenizers.models.Unigram):  # which does not tell
+        if isinstance(model, tokenizers.models.Unigram):  # whose class does not show it
             self.unknown_id = json.loads(self._content)["model"].get("unk_id")
         else:
             self.unknown_id = ids.get(model.unk_token or "")
@@ -90,7 +90,7 @@ class FileTokenizer:
         self.fingerprint = hashlib.blake2b(decides, digest_size=16).hexdigest()
 
     def _switch_off(self, dropout: float | None) -> str:
-        """Switch off everything except encoding text; return `unused`."""
+        """Switch off truncation, padding, dropout and special tokens in text; return the notice for `unused`."""
         unused: list[str] = []
         if (truncation := self._tokenizer.truncation) is not None:
             unused.append(f"its truncation to {truncation['max_length']} tokens is switched off")
@@ -105,7 +105,7 @@ class FileTokenizer:
         try:
             with panics_raised():
                 whole = self._tokenizer.encode("a")
-        except Exception:  # it has no token for it
+        except Exception:  # the tokenizer has no token for "a"
             whole = self._tokenizer.encode("")
         begin = [] if self.bos_id is None else [self.bos_id]
         of_text = [n for n, is_added in zip(whole.ids, whole.special_tokens_mask, strict=True) if not is_added]
@@ -118,11 +118,11 @@ class FileTokenizer:
         return ", ".join(unused) and f"data.tokenizer = {self.name!r}: {', '.join(unused)}"
 
     def token(self, number: int) -> str:
-        """Return the token of an id that it has."""
+        """Return the token, as text, of an id of the vocabulary."""
         return str(self._tokenizer.id_to_token(number))
 
     def as_used(self) -> str:
-        """Return a tokenizer.json that encodes a text as a document is encoded here, without the separator."""
+        """Return the content of a tokenizer.json that encodes text as in training, except for the separator."""
         if self._is_as_written:
             return self._content.decode()
         from tokenizers import Tokenizer, processors
@@ -137,7 +137,7 @@ class FileTokenizer:
         return used.to_str(pretty=True)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents on all cores, uint32, as bytes are; raise an EncodingError if one has no ids."""
+        """Return the ids of each document, [N] uint32, without separators; raise an EncodingError if one has none."""
         try:
             with panics_raised():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -146,7 +146,7 @@ class FileTokenizer:
         return [np.array(e.ids, np.uint32) for e in encoded]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decode ids by the library, special tokens included."""
+        """Return the text of ids, special tokens included."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
@@ -154,13 +154,13 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether it is the panic of a library in Rust, which is no Exception and has no class in Python."""
+    """Return whether an error is a panic of a Rust library, which is no `Exception` and whose class is not exported."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def panics_raised() -> Iterator[None]:
-    """Raise a panic as a RuntimeError."""
+    """Turn a panic of a Rust library in the block into a RuntimeError."""
     try:
         yield
     except BaseException as e:
@@ -173,7 +173,7 @@ def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json.
 
     Raises:
-        DataError: no such file, it is not a tokenizer, or no token of it separates documents, or begins them.
+        DataError: the file is missing or no tokenizer, or has no token that separates (`add_bos`: begins) documents.
     """
     if tokenizer == "bytes":
         if add_bos:
@@ -193,7 +193,7 @@ def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
 
 
 def has_bos(tokenizer: str) -> bool:
-    """Return whether `data.add_bos_token` can be true with a tokenizer, True if that does not load."""
+    """Return whether `data.add_bos_token` can be true with a tokenizer; True if the tokenizer does not load."""
     for add_bos in (True, False):
         try:
             load_tokenizer(tokenizer, add_bos)
@@ -204,14 +204,14 @@ def has_bos(tokenizer: str) -> bool:
 
 
 def rows_for(n_ids: int) -> int:
-    """Return the vocabulary size for so many ids: a multiple of 128, for aligned matmul kernels."""
+    """Return the vocabulary size of a model for `n_ids` ids: the next multiple of 128, for aligned matmul kernels."""
     return -(-n_ids // 128) * 128
 
 
 def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
     """Return a warning if `n_ids`, the largest id + 1, is far below the model's vocabulary.
 
-    `whose` is the `key = value` that has these ids.
+    `whose`: the config entry that has these ids, as `key = value`.
     """
     if n_ids >= _LEAST_SHARE * vocab_size or vocab_size <= rows_for(n_ids):
         return None
@@ -222,7 +222,7 @@ def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
 def _special_token(
     name: str, path: Path, ids: dict[str, int], special: list[str], key: str, usual: tuple[str, ...], wanted: str
 ) -> int:
-    """Return the id of the token that tokenizer_config.json names under a key, else of the first usual one."""
+    """Return the id of the token that tokenizer_config.json has as `key`, else of the first of `usual` that exists."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:
