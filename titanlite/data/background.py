@@ -1,9 +1,9 @@
 """Tokenize sources in a background process, while the run that started it trains on the tokens written so far.
 
-A run starts one such process per host, with a thread for each source: tokenizers release Python's lock. It writes the
-same folders as `titanlite prepare`, under the same lock. If another process holds the lock, it waits, and continues the
-work if that process ends early. It pauses when it is too far ahead of training. It ends when the run ends, for whatever
-reason: its standard input is a pipe from the run.
+A run starts one background process per host, with a thread for each source: tokenizers release Python's lock. The
+process writes the same folders as `titanlite prepare`, under the same lock. While another process holds the lock, the
+background process waits, and it continues the work if the other one ends early. It pauses when it is too far ahead of
+training. It ends when the run ends, for whatever reason: its standard input is a pipe from the run.
 """
 
 import json

@@ -52,7 +52,7 @@ class Batch:
     tokens: Tensor  # [M] int64
     targets: Tensor  # [M] int64, the next token of the same document; IGNORE_INDEX if there is none
     sequences: Sequences  # samples of S tokens each; with the bounds of documents if documents are masked
-    sources: Tensor | None = None  # [B] int64, index in `TrainBatches.names` for each sample or (context) chunk
+    sources: Tensor | None = None  # [B] int64, source of each sample, or with `context` chunk; see `Mixture.names`
     is_counted: Tensor | None = None  # [M] bool, tokens that means over tokens include (see `counted`); None: all
 
 
@@ -85,7 +85,7 @@ class TrainBatches:
     ) -> None:
         unit_len = table.unit_len
         self.mixture = Mixture(table, SampleCounts(sources))
-        self.names = self.mixture.names if len(sources) > 1 else ()  # of sources whose losses are kept apart
+        self.names = self.mixture.names if len(sources) > 1 else ()  # sources whose losses are logged apart
         self.step = step  # the last step whose batches were returned
         self.wait_seconds = 0.0  # time that the last `next` waited for the reading thread
         self.lengths = np.array([unit_len])  # tokens of each document (unmasked: sample) in the last step
@@ -155,7 +155,7 @@ class TrainBatches:
         sources = taken.source.reshape(places.shape) if self.names else None
         read = _read_of(pair, starts, sources, self._context)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # set per thread: without it, pinning uses memory of GPU 0
+            torch.cuda.set_device(self._device)  # set for each thread: without it, pinning uses memory of GPU 0
             read = read.each(Tensor.pin_memory)
         return read, lengths
 
@@ -170,7 +170,7 @@ class TrainBatches:
 
 
 class _Read(NamedTuple):
-    """The tensors of one rank for all micro-steps of a step; `runs` and `counts` stay on the host."""
+    """The tensors of `Batch` for all micro-steps of a step, on one rank; `runs` and `counts` stay on the host."""
 
     tokens: Tensor  # [micro-steps, M] int64
     targets: Tensor  # [micro-steps, M] int64
@@ -247,10 +247,10 @@ def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup | None
 
 
 class ValidationBatches:
-    """The batches of one rank over a held-out corpus; all ranks together read each sample once. Can be iterated again.
+    """The batches of one rank over a held-out corpus; all ranks together read each sample once.
 
-    Ranks without samples left get padding without targets, so that all ranks take the same number of steps. The sum of
-    all losses divided by the number of targets is the same for every number of ranks.
+    It can be iterated repeatedly. Ranks without samples left get padding without targets, so that all ranks take the
+    same number of steps. The sum of losses divided by the number of targets is the same for every number of ranks.
 
     Args:
         global_batch_size: samples per global batch.

@@ -89,21 +89,21 @@ def packed_windows(
 def _pack_window(spans: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     bins = best_fit_decreasing(spans["length"], seq_len)
     _, first = np.unique(bins, return_index=True)
-    rank = np.empty(len(first), np.int64)  # of each bin in the order of first tokens
+    rank = np.empty(len(first), np.int64)  # position of each bin in the order of first tokens
     rank[np.argsort(first)] = np.arange(len(first))
     ranked = rank[bins]
     return spans[np.argsort(ranked, kind="stable")], np.bincount(ranked)
 
 
 def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the bin of each item, [N] int64; the longest is placed first, each where it leaves the least room.
+    """Return the bin of each item, [N] int64. Items are placed longest first, each where it leaves the least room.
 
     lengths: [N] integers, the tokens of each item, 1 … S. An empty bin has room for S tokens.
     """
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1) if len(order) else []
-    n_bins, open_bins = 0, dict[int, list[int]]()  # by their free room
+    n_bins, open_bins = 0, dict[int, list[int]]()  # open_bins: the numbers of open bins, by free room
     rooms: list[int] = []  # the different amounts of free room in open bins, ascending
     for items in groups:
         length, done = int(lengths[items[0]]), 0

@@ -41,7 +41,7 @@ def make_once(
         make: called with the folder to fill, which is empty or has the content left by an earlier process, and with a
             function to call with the bytes read so far.
         terms: the settings that decide whether `make` fails; waiting processes with equal terms fail, too.
-        progress: shows how many bytes of `total` (None: not known) this process, or the working one, has read.
+        progress: shows how many of `total` bytes (None: not known) were read, here or in the process that works.
         on_wait: called repeatedly while another process works.
 
     Raises:
@@ -111,7 +111,7 @@ def say_failed(folder: Path, terms: str, error: object) -> None:
 
 
 def maker_failed(folder: Path, terms: str) -> str | None:
-    """Return None while a process makes a folder; else the failure recorded under equal `terms`, or "".
+    """Return None while a process makes a folder; else the last error message recorded with equal `terms`, or "".
 
     Raises:
         OSError: the lock file cannot be read.

@@ -88,7 +88,7 @@ class Preparation:
 
 
 def _slug(name: str) -> str:
-    """Turn a name into a part of a file name. A long name keeps its end, which tells paths apart best."""
+    """Turn a name into a part of a file name. A long name keeps its end, where paths differ most."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"
 
 

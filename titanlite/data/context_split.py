@@ -71,8 +71,8 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
 def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `Share.bounds` and `Share.runs` of a rank for one window; there are at most `most` runs.
 
-    A run is consecutive tokens; its pieces are the parts of documents in it. The keys of the pieces are consecutive,
-    too: every piece except the first begins where its document begins.
+    A run is a stretch of consecutive tokens; its pieces are the parts of documents in it. The keys of the pieces are
+    consecutive, too: every piece except the first begins where its document begins.
     """
     at = np.zeros((2, room_of_run(len(columns)) + 16 * most), np.int32)
     runs, room, row = np.zeros((most, 5), np.int64), 0, 0
@@ -91,7 +91,7 @@ def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) 
 
 
 def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
-    """Return C, the tokens of a chunk: a multiple of `RUN` that divides a sample and gives each rank as many chunks.
+    """Return C, the tokens of a chunk: a multiple of `RUN` that divides a sample, with equally many chunks per rank.
 
     A rank gets at most `_MOST_CHUNKS` chunks, unless the next longer C would leave it fewer than `_FEWEST_CHUNKS`.
     """
@@ -103,7 +103,10 @@ def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
 
 
 def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
-    """Return the rank of each chunk, [N / C], equally many per rank; `starts`: [N], where a token's document begins."""
+    """Return the rank of each chunk of C tokens, [N / C]; all ranks get equally many chunks.
+
+    starts: [N] int32, where the document of each token begins.
+    """
     work = _attention_of_chunks(starts, C)
     owner = np.repeat(np.arange(ranks), len(work) // ranks)
     loads = work.reshape(ranks, -1).sum(1)
@@ -161,7 +164,7 @@ class SplitLoad(NamedTuple):
 
 
 def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequence[int]) -> SplitLoad:
-    """Split a micro-batch over ranks; return how even the split is. starts: [N], where a token's document begins."""
+    """Return how even the split over `ranks` is; `starts`: [N] int32, where the document of each token begins."""
     C = chunk_length(len(starts), seq_len, ranks)
     owner = split_by_work(starts, C, ranks)
     work = np.bincount(owner, _attention_of_chunks(starts, C), ranks)
@@ -170,6 +173,6 @@ def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequenc
     for window in windows:
         seen = np.stack([seen_chunks(starts, C, own, window) for own in of_rank])  # [P, N / C]
         got = seen.sum(1) - len(of_rank[0])
-        sent = np.bincount(owner, seen.sum(0) - 1, ranks)  # without the owner, which sees all its chunks
+        sent = np.bincount(owner, seen.sum(0) - 1, ranks)  # minus 1: a chunk's owner needs no copy
         most.append(float(max(got.max(), sent.max())) / len(owner))
     return SplitLoad(float(work.max() / work.mean()), most)

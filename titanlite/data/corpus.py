@@ -81,7 +81,7 @@ class Corpus:
 
     @property
     def activity(self) -> tuple[int, int]:
-        """Return the number of tokens and the time of the lock file; a process that makes shards changes them."""
+        """Return the number of tokens and the time of the lock file, which change while a process makes the shards."""
         with suppress(OSError):
             return self.tokens, lock_of(self.folder).stat().st_mtime_ns
         return self.tokens, 0

@@ -23,7 +23,7 @@ from titanlite.errors import DataError
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
-_OWN = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # not .json.gz: only the library reads one JSON value
+_OWN = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # .json.gz may be one value: left to the library
 _OPTIONS = {"sample_by": "document", "encoding": "utf-8-sig", "keep_default_na": False, "parse_agent_traces": False}
 _RECORDS = re.compile(r"\.(jsonl|ndjson|parquet|csv|tsv|arrow)(\.(gz|zst|xz|bz2|lz4|zip))?$", re.IGNORECASE)
 _BESIDE = re.compile(
@@ -44,7 +44,7 @@ def left_out(source: Source) -> list[str]:
     """
     from datasets.load import dataset_module_factory
 
-    assert source.dataset  # noqa: S101  # it is one
+    assert source.dataset  # noqa: S101  # the source is a dataset
     folder = source.dataset[0]
     found = dataset_module_factory(folder).builder_configs_parameters
     if found.metadata_configs or not found.builder_configs:
@@ -67,7 +67,7 @@ def builder_of(source: Source) -> "DatasetBuilder":
     """Return the `datasets` builder of a dataset, with options under which the library does not change texts."""
     from datasets import load_dataset_builder
 
-    assert source.dataset  # noqa: S101  # it is one
+    assert source.dataset  # noqa: S101  # the source is a dataset
     path, config, _ = source.dataset
     builder = load_dataset_builder(path, config)
     if type(builder).__module__.startswith("datasets.packaged_modules.cache"):

@@ -34,7 +34,7 @@ def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
 
 
 def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
-    """Remove the target of each separator in `pair`, tokens and targets, [2, …, B, S]; return `document_starts`."""
+    """Remove, in place, each separator's target in tokens and targets, [2, …, B, S]; return where documents begin."""
     tokens, targets = pair
     targets[tokens == separators[..., None]] = IGNORE_INDEX
     return document_starts(tokens, separators)
@@ -94,7 +94,7 @@ def bounds_of_run(pieces: int) -> int:
 
 
 def room_of_run(pieces: int) -> int:
-    """Return the int32 numbers to reserve for a run's bounds, so that the next run begins at a multiple of 64 bytes."""
+    """Return how many int32 to reserve for a run's bounds, so that the next run begins at a multiple of 64 bytes."""
     return -(-pieces // 16) * 16 + 16
 
 

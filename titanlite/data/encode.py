@@ -1,9 +1,9 @@
 """Encode documents to token ids, a few MB of text at a time.
 
 Small documents are encoded many at once, on all cores. A large document is cut into pieces first, as encoding a text
-takes over a hundred times its memory, and one core. The pieces give the same tokens as the uncut text, as it is only
-cut at seams: places where the surrounding text has the same tokens in one piece and in two. A tokenizer that puts a
-mark before each text, as those made from SentencePiece often do, has no seams and encodes documents uncut.
+takes over a hundred times its memory, and only one core. The pieces give the same tokens as the uncut text, as cuts are
+made only at seams: places where the surrounding text has the same tokens in one piece and in two. A tokenizer that puts
+a mark before each text, as those made from SentencePiece often do, has no seams and encodes documents uncut.
 """
 
 import re
@@ -19,7 +19,7 @@ from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import EncodingError, Tokenizer
 
 _BATCH_CHARACTERS = 1 << 22  # characters that are encoded at once
-_LEAST_CHARACTERS = 200  # that even a shorter text counts for: limits the number of texts in a batch
+_LEAST_CHARACTERS = 200  # that a shorter text counts for, which limits the number of texts in a batch
 _PIECE_CHARACTERS = 1 << 17  # least size of a piece; a batch has several pieces for each core
 _AROUND_CHARACTERS = 500  # on each side of a place, encoded to test whether the place is a seam
 _TRIALS = 16  # places that are tested before the piece is made longer

@@ -157,7 +157,7 @@ def _look_at(
         if text := require_separator(source, planned.dtype, data.separator_id, _LOOKED_AT_TOKENS):
             inputs.warnings.append(text)
         read = _validated(config, inputs.tokens.get(key, 0), sequences) if is_held_out else 0
-        if data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # if more, the run checks it when it starts
+        if data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # more tokens are checked when the run starts
             require_target(first_ids(source, planned.dtype, read), data.separator_id, source.name, key)
 
 

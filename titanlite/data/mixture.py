@@ -8,8 +8,8 @@ it is stored as a table of T entries.
 
 A source is cut into units as long as the longest seq_len of all stages; `order.py` permutes the units of each epoch. A
 stage with a shorter seq_len takes the pieces of a unit in order. In a new row each source continues where it was, so
-that no tokens are lost or repeated. Only if seq_len grows within a unit, the tokens up to the next multiple of the new
-seq_len are skipped, and counted.
+that no tokens are lost or repeated. However, if seq_len grows in the middle of a unit, the tokens up to the next
+multiple of the new seq_len are skipped, and counted.
 
 Source: Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a notion of fairness in resource allocation", 1996.
 For one resource and jobs of one unit of time, the earliest deadline first is optimal: Jackson, 1955.
@@ -46,7 +46,7 @@ class Turns:
     counts: np.ndarray  # [sources] number of positions of each source in the period
 
     def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each of `places` (positions from 0 on), and its number of earlier places: [N] int64."""
+        """Return the source at each position, counted from 0, and its number of earlier positions: [N] int64 each."""
         periods, within = np.divmod(places, len(self.source))
         source = self.source[within]
         return source, periods * self.counts[source] + self.before[within]
@@ -58,7 +58,7 @@ class Turns:
 
 
 def whole_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Return the numerators of shares over their common denominator; if above LONGEST_PERIOD, rounded over that."""
+    """Return the numerators of shares over their common denominator, or rounded ones over LONGEST_PERIOD if less."""
     period = math.lcm(*(share.denominator for share in shares))
     if period <= LONGEST_PERIOD:
         return [int(share * period) for share in shares]

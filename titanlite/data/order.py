@@ -29,7 +29,7 @@ def samples_at(positions: np.ndarray, n_samples: int | None, seed: int, window: 
 
     Args:
         positions: [N] integers from 0 on; position // n_samples is the epoch.
-        n_samples: number of samples of the source; None while unknown, then the source counts as long enough.
+        n_samples: number of samples of the source; None: not known yet, the source is taken to be long enough.
         seed: any integer.
         window: number of samples that are shuffled together; the last window may have fewer. 0: the whole source.
 
@@ -91,7 +91,7 @@ def _epoch_key(seed: int, epochs: np.ndarray | np.uint64) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
-    """Permute `x` in 0 … 2^bits - 1 by a Feistel network: the halves of the bits change in turn, each by the other."""
+    """Permute `x` in 0 … 2^bits - 1 by a Feistel network: its halves change in turn, each by a hash of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = x & low_mask, x >> low_bits

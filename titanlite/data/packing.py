@@ -142,7 +142,7 @@ def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Pac
         DataError: a shard has changed, or the cache cannot be written.
     """
     folder, separator = index_folder(shards, seq_len), shards.separator
-    assert separator is not None  # noqa: S101  # `check_used_whole` refuses token files without one
+    assert separator is not None  # noqa: S101  # by `check_used_whole`, token files have a separator
     itemsize = np.dtype(shards.meta.dtype).itemsize
 
     def make(unfinished: Path, report: Callable[[int], None]) -> None:
@@ -161,7 +161,7 @@ def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Pac
 
 
 def open_samples(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Samples:
-    """Open the samples of a training source, packed as `data.packing` sets."""
+    """Open the samples of a training source, packed if `data.packing` is "best_fit"."""
     return open_packed(shards, data, seq_len, progress) if data.packing == "best_fit" else Samples(shards, seq_len)
 
 
@@ -220,7 +220,7 @@ def _write_index(
 def _pieces_of(
     shards: Corpus, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
-    """Yield the pieces of the first `tokens` tokens of a source; the last document ends with these tokens."""
+    """Yield the pieces of the first `tokens` tokens of a source; a document that continues after them is cut off."""
     for start in range(0, tokens, _BLOCK_TOKENS):
         until = min(start + _BLOCK_TOKENS, tokens)
         ends = np.flatnonzero(shards.read(start, until - start) == separator) + start + 1

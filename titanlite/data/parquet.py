@@ -9,15 +9,15 @@ from typing import Any
 from titanlite.data.sources import SourceFile
 from titanlite.errors import DataError, nearest
 
-_STRINGS = ("string", "large_string", "string_view", "null")  # of a column of texts; all records of "null" are bad
-_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a column that are decoded at once
+_STRINGS = ("string", "large_string", "string_view", "null")  # types of a text column; "null" has only bad records
+_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # bytes and rows that are decoded at once
 _BATCH_NUMBERS = 1 << 20  # rows of a dictionary-encoded column decoded at once: a batch copies the dictionary
-_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # of a dictionary index, and of page headers, at most
+_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # most bytes of a dictionary index, and of page headers
 
 
 @contextmanager
 def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
-    """Open a Parquet file; raise a DataError if it has no column `text_key` of strings, or if reading meets damage."""
+    """Open a Parquet file; raise a DataError if it has no string column `text_key`, or if damage is found in reading."""
     import pyarrow
     import pyarrow.parquet
 
@@ -50,7 +50,7 @@ def column_values(file: SourceFile, table: Any, text_key: str, passed: int) -> I
             if passed >= group.num_rows:
                 passed -= group.num_rows
                 continue
-            columns = map(group.column, range(known.num_columns))  # nested columns, too
+            columns = map(group.column, range(known.num_columns))  # includes nested columns
             column = next(c for c in columns if c.path_in_schema == text_key)
             n_bytes, reader = column.total_uncompressed_size, table
             n_rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * group.num_rows // max(1, n_bytes)))

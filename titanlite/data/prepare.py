@@ -27,8 +27,8 @@ from titanlite.data.tokenizer import Tokenizer, few_ids, load_tokenizer, rows_fo
 from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
-"""Time between two writes of progress.json: a restart repeats so much work at most."""
-_LARGE_BYTES = 1 << 26  # of a held-out source: from here on, a notice says that it delays the first step
+"""Time between two writes of progress.json: a restart repeats at most this much work."""
+_LARGE_BYTES = 1 << 26  # size from which a notice says that a held-out source delays the first step
 _ALL = 1 << 62  # the number of tokens to request if all are needed
 _PAUSE_SECONDS = 0.2  # between checks of how many tokens readers have requested
 
@@ -44,7 +44,7 @@ def make(planned: Preparation, progress: Progress, lead: int | None = None) -> N
     total = None if planned.max_tokens else planned.source.n_bytes()
 
     def fill(unfinished: Path, report: Callable[[int], None]) -> None:
-        def on_retry(line: str) -> None:  # the new time of the lock file shows that the process is alive
+        def on_retry(line: str) -> None:  # also touches the lock file, to show that the process is alive
             progress.say(line)
             os.utime(lock_of(planned.folder))
 
@@ -60,7 +60,7 @@ def make(planned: Preparation, progress: Progress, lead: int | None = None) -> N
                 what, want = ", whose files changed during reading", "files that do not change meanwhile"
                 raise planned.source.refused(what, want, "run again")
             meta.write(unfinished)
-        except OSError as e:  # so that waiting processes get the reason
+        except OSError as e:  # as a DataError, which waiting processes get, too
             raise unusable_cache(planned.data, e) from e
 
     def on_wait() -> None:  # request all tokens: the maker may wait for a reader's request
@@ -95,7 +95,7 @@ def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Prep
 
 
 def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Tokenizer | None) -> Preparation:
-    """Return the plan for preparing a source that was resolved; `tokenizer` is None for token files."""
+    """Return the plan for preparing a resolved source; `tokenizer` is None for token files."""
     if tokenizer is None:
         dtype = token_dtype(source, data, vocab_size)
     else:
@@ -150,7 +150,10 @@ def check_used_whole(source: Source, data: Data) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
-    """Refuse a tokenizer with more ids than the model's vocabulary; `is_given`: loaded weights fix the vocabulary."""
+    """Refuse a tokenizer with more ids than the model's vocabulary.
+
+    `is_given`: the size comes from loaded weights, so the fix in the message is another tokenizer.
+    """
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
         fix = f"set model.vocab_size = {rows_for(tokenizer.vocab_size)}, or choose a smaller tokenizer"
@@ -214,7 +217,7 @@ def _tokenize(
     report: Callable[[int], None],
     lead: int | None,
 ) -> Meta:
-    """Write the shards of a text source, and continue after the tokens that an earlier start has written."""
+    """Write the shards of a text source, after the tokens that an earlier start has written, if there are any."""
     source, data = planned.source, planned.data
     tally = new_tally(source, data)
     tally.on_progress = lambda: report(tally.n_bytes)

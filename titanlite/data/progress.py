@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows the bytes read so far on stderr; with `is_quiet`, prints only `notice` and the lines passed to `say`."""
+    """Shows the bytes read so far on stderr if `enable`; if `is_quiet`, only `notice` and the lines passed to `say`."""
 
     def __init__(self, title: str, enable: bool, notice: str = "", is_quiet: bool = False) -> None:
         self._title, self._enable, self._notice, self._n_bytes = escaped(redact(title)), enable, notice, 0
@@ -63,7 +63,7 @@ class Progress:
             self.say(f"{self._title}: {_mb(n_bytes)}{of_total} MB, {rate:.1f} MB/s")
 
     def say(self, line: str) -> None:
-        """Print a line on stderr, below which a bar continues."""
+        """Print a line on stderr, above the progress bar if there is one."""
         if self._console:
             self._console.print(escaped(line), markup=False)
 

@@ -65,11 +65,11 @@ class RemoteFile:
         return _path_of(self.url).rpartition("/")[2]
 
     def stat(self) -> "RemoteFile":
-        """Return size and version as they were when the source was resolved."""
+        """Return this file: it has the size and version that were found when the source was resolved."""
         return self
 
     def open(self, mode: Literal["rb"] = "rb") -> BinaryIO:
-        """Open the file; a read that fails is tried again."""
+        """Open the file for reading; a read that fails is repeated."""
         return cast(BinaryIO, io.BufferedReader(_Blocks(self), _BLOCK_BYTES))
 
 
@@ -79,7 +79,7 @@ class _Blocks(io.RawIOBase):
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0
         self._fs, self._path = filesystem(file.url, file.key)
-        self._on_retry = _on_retry.get()  # of the opening thread: pyarrow reads in other threads
+        self._on_retry = _on_retry.get()  # callback of the opening thread: pyarrow reads in other threads
 
     def readable(self) -> bool:
         return True
@@ -262,8 +262,7 @@ def list_files(
 ) -> tuple[list[RemoteFile], list[str]]:
     """Find the file at a URL, the files that a pattern matches, or the files below a folder.
 
-    From a folder only files with one of `endings` (lower case) are taken. `is_start`: try a few times only, as a user
-    waits.
+    From a folder only files with one of `endings` (lower case) are taken. `is_start`: few tries, as a user waits.
 
     Returns:
         The files, sorted; and the names of the files below folders that were not taken.
@@ -333,6 +332,8 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
 def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int | None = None) -> T:
     """Call `action` until it succeeds, with pauses; after `tries` repetitions (None: all of `_PAUSES_S`) give up.
 
+    `where`: the place of the request in messages, such as `at byte 0`.
+
     Raises:
         FileNotFoundError: the file does not exist.
         DataError: another try cannot mend the failure, or the last try has failed.
@@ -354,7 +355,7 @@ def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int
 
 
 def _cause_over_http(e: Exception) -> Exception:
-    """Return the cause of a FileNotFoundError, which fsspec also raises if an http server cannot be reached."""
+    """Return `e` or its cause, as fsspec raises a FileNotFoundError also if an http server cannot be reached."""
     cause = e.__cause__ if isinstance(e, FileNotFoundError) else None
     return cause if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410) else e
 

@@ -26,7 +26,7 @@ class OpenSource:
     name: str  # in `data.mixture`; "" for `data.source`
     asked: str  # the source as the config writes it
     shards: Corpus
-    samples: Samples  # of the longest seq_len of all stages
+    samples: Samples  # as long as the longest seq_len of all stages
 
 
 def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int) -> dict[str, OpenSource]:
@@ -88,7 +88,7 @@ class RunSamples:
 
     def __init__(self, config: Config, table: StageTable, sources: Mapping[str, OpenSource]) -> None:
         self.table, self.sources, self._config = table, sources, config
-        self.window = config.data.shuffle_window  # of shuffling, in tokens; 0: none
+        self.window = config.data.shuffle_window  # tokens of a window of shuffling; 0: no window
         units = {name: source.samples.n for name, source in sources.items()}
         self.mixture = Mixture(table, units)
 
@@ -97,10 +97,10 @@ class RunSamples:
         return range(self.table.samples(step - 1), self.table.samples(step))
 
     def at(self, index: int) -> TrainedSample:
-        """Return the training sample with a number, counted from 0.
+        """Return the training sample `index`, counted from 0.
 
         Raises:
-            DataError: its source is no longer in the config.
+            DataError: the source of the sample is no longer in the config.
         """
         row = self.table.rows[bisect_right([row.from_sample for row in self.table.rows], index) - 1]
         step = row.from_step + (index - row.from_sample) // row.asked.sequences + 1

@@ -25,7 +25,7 @@ class SampleDocument:
 
 
 class Samples:
-    """The samples of a source without packing: sample i is the tokens i·S … i·S + S - 1. Any thread may read them.
+    """The samples of a source without packing: sample i is tokens i·S … i·S + S - 1 (S = seq_len). For any thread.
 
     The target of a token is the next token, so the last target of a sample is the first token of the next sample. If
     the source is incomplete at first, `wait` calls `check` as soon as the source is complete.
@@ -47,7 +47,7 @@ class Samples:
             sample_count(meta.source, meta.tokens, self.seq_len, least, key, meta.max_tokens)
 
     def in_order(self, places: np.ndarray, seed: int, window: int) -> np.ndarray:
-        """Return the samples at positions of the source's order, as `samples_at` does; wait until they can be read.
+        """Return the samples at `places` of the source's order, as `samples_at` does; wait until they can be read.
 
         Raises:
             NoMoreDataError: the samples will not come, or the source has too few samples for the run.

@@ -77,7 +77,7 @@ class ShardWriter:
         self._shard_tokens = shard_tokens or _SHARD_TOKENS
         self._hash, self._content = token_hash(dtype), xxhash.xxh3_64()  # of all tokens; of the current shard
         self._shards: list[Shard] = []
-        self._said = 0  # shards whose .json is written
+        self._said = 0  # number of shards whose .json file is written
         self._file: Any = None
         self._tokens, self._max_id, self._max_at = 0, -1, 0
         self.keep()

@@ -107,7 +107,7 @@ class HashedFile:
     def __init__(self, path: Path, dtype: np.dtype[Any], hashes: Sequence[str], n: int | None = None) -> None:
         self.path, self._dtype, self._hashes = path, dtype, hashes
         self._size = None if n is None else n * dtype.itemsize
-        self.checked = np.zeros(len(hashes), bool)  # blocks known to be right
+        self.checked = np.zeros(len(hashes), bool)  # blocks that were found right
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Read `count` numbers, beginning with number `first`.

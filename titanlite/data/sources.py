@@ -3,11 +3,11 @@
     python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
     a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids);
                                             lines of JSON also compressed, as .jsonl.gz, .json.gz, .jsonl.zst, .json.zst
-    s3://, gs://, https://, …               the same behind a URL, except token files (remote.py)
+    s3://, gs://, https://, …               the same files at a URL, except token files (remote.py)
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
 This module finds files by name; documents.py reads them. Each file is taken once, even if several names lead to it.
-Other files in a folder are counted. torch is not imported, so that a source without files is reported at once.
+Files of other types in a folder are counted. torch is not imported, so that a source without files is reported at once.
 """
 
 import fnmatch

@@ -20,11 +20,11 @@ from titanlite.errors import ConfigError, Problem, describe
 
 @dataclass(frozen=True)
 class StageRow:
-    """A row of the stage table: the stage that steps follow from `from_step` on."""
+    """A row of the stage table: the stage of all steps from one step up to the next row."""
 
-    from_step: int  # steps done before it
-    from_sample: int  # sequences trained on before it
-    from_tokens: int  # tokens trained on before it
+    from_step: int  # steps done before the row begins
+    from_sample: int  # sequences trained on before the row begins
+    from_tokens: int  # tokens trained on before the row begins
     asked: AskedStage  # the stage in the config; for a past row, in the config of that time
 
     def samples(self, step: int) -> int:
@@ -89,11 +89,11 @@ class StageTable:
         return self.rows[max(0, bisect_right(self._from_step, step - 1) - 1)]
 
     def samples(self, step: int) -> int:
-        """Return the number of sequences trained on up to a step, over all ranks."""
+        """Return the number of sequences trained on, over all ranks, up to and including a step."""
         return self.row(step + 1).samples(step)
 
     def tokens(self, step: int) -> int:
-        """Return the number of tokens trained on up to a step, over all ranks."""
+        """Return the number of tokens trained on, over all ranks, up to and including a step."""
         return self.row(step + 1).tokens(step)
 
     def past(self, step: int) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def _without_step(stage: AskedStage, before: AskedStage) -> Problem:
 
 
 def _takes_same(a: AskedStage, b: AskedStage, is_past: bool = False) -> bool:
-    """Return whether two stages train on the same samples; with `is_past`, the number of sequences may differ."""
+    """Return whether two stages train on the same samples; with `is_past`, the sequences per step may differ."""
     return a.seq_len == b.seq_len and a.shares == b.shares and (is_past or a.sequences == b.sequences)
 
 

@@ -28,12 +28,12 @@ class Tally:
     start: int = 0  # n_bytes at the beginning of the current file
     record: int = 0  # records of the current file that were read
     is_between: bool = True  # the counts end with a complete document
-    n_bytes: int = 0  # of the input
+    n_bytes: int = 0  # bytes of the input that were read
     n_documents: int = 0  # good documents
     n_tokens: int = 0  # of good documents, with separators
     n_text_bytes: int = 0  # of good documents, in UTF-8
     n_unknown: int = 0  # tokens of good documents for text that the tokenizer does not know
-    is_cut: bool = False  # data.max_tokens leaves documents out
+    is_cut: bool = False  # data.max_tokens left documents out
     n_bad: int = 0
     bad: list[str] = field(default_factory=list)  # "place: reason" of the first bad records
     skipped: list[str] = field(default_factory=list)  # notes on files and rows that were left out but are no errors
@@ -48,7 +48,7 @@ class Tally:
         return {name: getattr(self, name) for name in _KEPT}
 
     def go_on(self, kept: dict[str, Any]) -> None:
-        """Continue from the counts of an earlier start, the result of its `kept`.
+        """Continue from `kept`, the counts that an earlier start has stored.
 
         Raises:
             DataError: the earlier start had more than `limit` bad records.
@@ -94,7 +94,7 @@ class Tally:
         return end > first
 
     def check(self) -> None:
-        """Raise a DataError if more than `limit` records are bad; called between batches, so that it can list several."""
+        """Raise a DataError if more than `limit` records are bad; called between batches, so that it lists several."""
         limit = max(0, self.limit)  # a negative limit is refused elsewhere
         if self.n_bad <= limit:
             return

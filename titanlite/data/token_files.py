@@ -1,9 +1,9 @@
 """Read token files of other tools: flat ids, little-endian uint16 or uint32, without a header.
 
-Ids that are read as the wrong type train without an error. If a file beside the ids states their type, it is used: a
-`meta.json` with a "dtype", as titanlite's shards have, or Megatron's .idx of the same name. Else `data.token_dtype`
-decides; with "auto", the type is uint32 if `model.vocab_size` exceeds 65,536, else uint16. Files with a header are
-refused. The first use reads every file once, as ids outside the model's vocabulary are refused, too.
+Ids that are read as the wrong type train without an error. If a file beside the ids states their type, this type is
+used: a `meta.json` with a "dtype", as titanlite's shards have, or Megatron's .idx of the same name. Else
+`data.token_dtype` decides; with "auto", the type is uint32 if `model.vocab_size` exceeds 65,536, else uint16. Files
+with a header are refused. The first use reads every file once, as ids outside the model's vocabulary are refused, too.
 """
 
 import struct
@@ -34,7 +34,9 @@ _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4"
 
 
 def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
-    """Return the type of the ids in token files, "uint16" or "uint32", by the rules of this module's docstring.
+    """Return the type of the ids in token files, "uint16" or "uint32".
+
+    It is the type that a file beside them states, else `data.token_dtype`, for which "auto" goes by `vocab_size`.
 
     Raises:
         DataError: the files have different types, or one has a header or a size that is no whole number of ids.
@@ -83,9 +85,9 @@ def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
 
 
 def require_separator(source: Source, dtype: str, separator: int, limit: int | None = None) -> str | None:
-    """Refuse a separator that does not occur in token files for training; None if it occurs, else return a warning.
+    """Search token files for the separator; return None if found, else a warning. Refuse training files without it.
 
-    The warning is for held-out files, or if only the first `limit` tokens were searched (None: all are searched).
+    At most the first `limit` tokens are searched (None: all); if there are more, their lack of it is only a warning.
     """
     tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
     if any((ids == separator).any() for ids in first_ids(source, dtype, limit or tokens)):
@@ -128,7 +130,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
 
 
 def _prepared(source: Source) -> dict[Path, Shard]:
-    """Return the files that titanlite has made, with the shard that the meta.json beside each file describes."""
+    """Return the files that titanlite has made, each with its `Shard` in the meta.json beside it."""
     known: dict[Path, Shard] = {}
     for folder in {file.parent for file in source.paths}:
         with suppress(DataError):  # there is no meta.json, or another tool's
@@ -159,7 +161,7 @@ def _of_meta(file: Path, source: Source) -> str | None:
 
 
 def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
-    """Return the type of ids that a file's Megatron index states, or None without an index; check the file's size."""
+    """Return the type of ids that a file's Megatron index states, None without one; refuse a file of another size."""
     index, size = file.with_suffix(".idx"), struct.calcsize(_MEGATRON)
     try:
         with index.open("rb") as data:

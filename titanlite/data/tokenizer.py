@@ -22,7 +22,7 @@ from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
-_LEAST_SHARE = 0.9  # of a model's vocabulary must be ids of the tokenizer; published models have 0.99 and more
+_LEAST_SHARE = 0.9  # least share of a model's vocabulary that is used; published models have 0.99 and more
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
@@ -78,7 +78,7 @@ class FileTokenizer:
                 want = f"false with {of}: documents follow it anyway"
                 raise DataError.of("data", "data.add_bos_token", "true", want, "add_bos_token = false")
         model = self._tokenizer.model
-        if isinstance(model, tokenizers.models.Unigram):  # whose class does not show it
+        if isinstance(model, tokenizers.models.Unigram):  # its class does not expose the unknown token
             self.unknown_id = json.loads(self._content)["model"].get("unk_id")
         else:
             self.unknown_id = ids.get(model.unk_token or "")
@@ -137,7 +137,7 @@ class FileTokenizer:
         return used.to_str(pretty=True)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each document, [N] uint32, without separators; raise an EncodingError if one has none."""
+        """Return the ids of each document, [N] uint32, without separators; raise an EncodingError if one has no ids."""
         try:
             with panics_raised():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -173,7 +173,7 @@ def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json.
 
     Raises:
-        DataError: the file is missing or no tokenizer, or has no token that separates (`add_bos`: begins) documents.
+        DataError: the file is missing or is no tokenizer, or has no token that ends (`add_bos`: begins) documents.
     """
     if tokenizer == "bytes":
         if add_bos:
@@ -222,7 +222,7 @@ def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
 def _special_token(
     name: str, path: Path, ids: dict[str, int], special: list[str], key: str, usual: tuple[str, ...], wanted: str
 ) -> int:
-    """Return the id of the token that tokenizer_config.json has as `key`, else of the first of `usual` that exists."""
+    """Return the id of the token that tokenizer_config.json has as `key`, else of the first in `usual` that exists."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:
