@@ -203,7 +203,7 @@ class Corpus:
         self._there = files, _starts(shards)
 
     def _want(self, tokens: int) -> None:
-        """Request tokens from the process that makes the shards: it goes only a limited number beyond the request."""
+        """Request tokens from the process that makes the shards, which may go only a limited number beyond requests."""
         if tokens > self.wanted:
             with self._explained():
                 want(self._unfinished, tokens)

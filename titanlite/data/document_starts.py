@@ -41,7 +41,7 @@ def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
 
 
 def counted(targets: np.ndarray) -> np.ndarray:
-    """Return which tokens count in means over tokens: those with a target, and those that are a target in the sample.
+    """Return which tokens count in means over tokens: tokens with a target, and targets of other tokens of the sample.
 
     All other tokens are padding, or the last token of a document whose earlier tokens are not in the sample.
 

@@ -79,8 +79,8 @@ def check_inputs(
 ) -> Inputs:
     """Check that every source has files and that the tokenizer loads and fits the model.
 
-    Sources that are prepared, or have at most one MiB, are checked completely: bad records, ids, enough tokens for a
-    step. Of larger text sources only the field `data.text_key` is checked.
+    Sources that are prepared, or have at most one MiB uncompressed, are checked completely: bad records, ids, enough
+    tokens for a step. Of other text sources only the field `data.text_key` is checked.
 
     Args:
         vocab_size: vocabulary size of the model; None: not known, and checks that need it are skipped.

@@ -131,7 +131,7 @@ def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class Taken:
-    """Where N training samples come from: source, unit of the source and piece of the unit."""
+    """The origin of N training samples: source, unit of the source, and piece of the unit."""
 
     source: np.ndarray  # [N] index in `Mixture.names`
     unit: np.ndarray  # [N] position in the order of the source, counted through all epochs

@@ -17,7 +17,7 @@ _NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # most bytes of a dictionary index, a
 
 @contextmanager
 def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
-    """Open a Parquet file; raise a DataError if it has no string column `text_key`, or if damage is found in reading."""
+    """Open a Parquet file; raise a DataError if it has no string column `text_key`, or if it is found damaged."""
     import pyarrow
     import pyarrow.parquet
 

@@ -145,8 +145,8 @@ class ShardWriter:
         """Continue from progress.json; `alive` is called repeatedly while shards are checked against their hashes.
 
         Returns:
-            The argument of the last `publish`. If progress.json or a shard is missing or damaged, None: the folder is
-            then empty.
+            The argument of the last `publish`; None if progress.json or a shard is missing, damaged or of another
+            dtype. The folder is empty then.
         """
         made, tokens, content = read_made(self.folder), self._hash.copy(), self._content
         try:

@@ -86,7 +86,7 @@ class Source:
         return tuple(file for file in self.files if isinstance(file, Path))
 
     def refused(self, what: str, want: str, fix: str) -> DataError:
-        """Return the error whose message is the name of this source, then `what`, what is expected and the fix."""
+        """Return the error about this source: its message has the source's name, `what`, `want` and `fix`."""
         return DataError.of("data", self.key, f"{self.name!r}{what}", want, fix)
 
     def n_bytes(self) -> int | None:
@@ -257,7 +257,7 @@ class _Walk:
         return sorted(taken.values())
 
     def _matches(self, folder: str, parts: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths below a folder that the pattern `parts` matches; raise a DataError if one cannot be read."""
+        """Yield the paths below `folder` that match the pattern `parts`; raise a DataError if a folder is unreadable."""
         if not parts:
             yield folder
             return

@@ -104,7 +104,7 @@ class StageTable:
 def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
     """Make the stage table for a start of a run: the past rows as they were trained, and later rows from the config.
 
-    `world_size`: number of processes; None: the fewest possible. `past`: the part that a checkpoint has trained.
+    `world_size`: number of processes; None: the fewest possible. `past`: what the loaded checkpoint has trained.
 
     Raises:
         ConfigError: past stages of the config differ from what was trained, or a stage is shorter than a step.

@@ -87,7 +87,7 @@ def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
 def require_separator(source: Source, dtype: str, separator: int, limit: int | None = None) -> str | None:
     """Search token files for the separator; return None if found, else a warning. Refuse training files without it.
 
-    At most the first `limit` tokens are searched (None: all); if there are more, their lack of it is only a warning.
+    Only the first `limit` tokens are searched (None: all). If the files have more, a failed search is only a warning.
     """
     tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
     if any((ids == separator).any() for ids in first_ids(source, dtype, limit or tokens)):

@@ -22,7 +22,7 @@ from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
-_LEAST_SHARE = 0.9  # least share of a model's vocabulary that is used; published models have 0.99 and more
+_LEAST_SHARE = 0.9  # least share of a model's vocabulary that a tokenizer uses; published models have 0.99 and more
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
