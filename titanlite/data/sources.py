@@ -257,7 +257,7 @@ class _Walk:
         return sorted(taken.values())
 
     def _matches(self, folder: str, parts: tuple[str, ...]) -> Iterator[str]:
-        """Yield the paths below `folder` that match the pattern `parts`; raise a DataError if a folder is unreadable."""
+        """Yield the paths below `folder` that match the pattern `parts`; raise a DataError if one is unreadable."""
         if not parts:
             yield folder
             return
