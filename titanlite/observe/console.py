@@ -1,14 +1,14 @@
-"""Print what a person sees while a run trains: one line a step, notices and warnings, and a progress bar on a terminal.
+"""Show a run's progress to its user: one line per step, notices and warnings, and a progress bar on a terminal.
 
     step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
-A step's line fits 100 columns; all other numbers are in metrics.jsonl. A longer text goes on in indented lines, folded
-between words. On a terminal the labels are dimmed and a bar is at the bottom. In a pipe or a file there is only the
-text above: no colours, no boxes, step lines in ASCII, so that `grep` and `awk` work on it.
+A step's line fits 100 columns; all other numbers are in metrics.jsonl. Longer texts are folded between words, with
+continuation lines indented. On a terminal the labels are dimmed and a progress bar is at the bottom. Output to a pipe
+or a file has no colours and no bar, and its step lines are ASCII, so that `grep` and `awk` work on it.
 
-Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
-host, and step lines to global rank 0, so eight ranks do not say everything eight times. A terminal that hangs up, or a
-pipe that nobody reads any more, does not end a run: the log says so, and goes on.
+Every rank writes `logs/rank<r>.log`, each line with its time in UTC. Only the first rank of each host writes to the
+terminal, and only global rank 0 writes step lines to it, so that eight ranks do not print everything eight times. A
+closed terminal, or a pipe without a reader, does not end a run: the log notes the loss and is continued.
 """
 
 import re
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 WIDTH = 100
-"""Columns that lines are folded into."""
-_RECENT = 20  # log lines over which the time left is estimated: the first step, which compiles, must not count for long
-_LONG_WAIT = 0.1  # share of the time of so many lines that is too much to spend on waiting for data
+"""Greatest width of a printed line, in columns. Longer lines are folded."""
+_RECENT = 20  # logged steps from which the time left is estimated; few, so that slow first steps soon drop out
+_LONG_WAIT = 0.1  # share of the recent steps' time spent on waiting for data from which on a warning is due
 
 
 class Console(Observer):
-    """The log of one rank, which is continued if it exists; the first rank of each host also writes to the terminal."""
+    """Writes one rank's log file, appending if it exists. The first rank of each host also writes to the terminal."""
 
     def __init__(
         self, rank: int, local_rank: int, total_steps: int, log_folder: Path, stream: TextIO | None = None
@@ -49,14 +49,14 @@ class Console(Observer):
         log_folder.mkdir(parents=True, exist_ok=True)
         self._file = append_plain(log_folder / f"rank{rank}.log")
         self._rank, self._total = rank, total_steps
-        self._stream = None if local_rank else stream or sys.stdout  # None once nobody reads it, too
-        self._work: Callable[[int], float] = float  # done up to a step
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds, waited, of a unit of work
+        self._stream = None if local_rank else stream or sys.stdout  # also None once writing has failed
+        self._work: Callable[[int], float] = float  # from a step to the work done up to its end
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds, wait, seconds per work
         self._has_waited = False
         self._bar: tuple[Progress, TaskID] | None = None
 
     def write(self, row: Row) -> None:
-        """Show one row in a line."""
+        """Write a row of metrics as one line, to the log and, on rank 0, to the terminal."""
         step = int(row["step"])
         if is_of_step(row):
             pace = row["seconds"] / (self._work(step) - self._work(step - 1))
@@ -71,31 +71,33 @@ class Console(Observer):
             self._warn_of_wait()
 
     def measure_by(self, work: Callable[[int], float]) -> None:
-        """Estimate the time left by what is done up to each step, as tokens, where steps are of several sizes."""
+        """Estimate the time left from `work(step)`, the work up to a step, such as its tokens: steps may differ in
+        size.
+        """
         self._work = work
 
     def notice(self, text: str, style: str = "") -> None:
-        """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""
+        """Log an event, such as a saved checkpoint. The first rank of each host also shows it on its terminal."""
         self._log(text)
         self._show(f"[rank {self._rank}] {text}" if self._rank else text, style)
 
     def warning(self, text: str) -> None:
-        """Say something that the user may want to change. Shown by the first rank of each host."""
+        """Log a warning about something that the user may want to change, and show it as `notice` shows an event."""
         self.notice(f"warning: {text}", "yellow")
 
     def failed(self, error: BaseException) -> None:
-        """Note in the log file what ended this rank; the terminal is told when the process ends."""
+        """Log the error that ends this rank, with a traceback if it is no TitanliteError. The terminal gets nothing."""
         bug = [] if isinstance(error, TitanliteError) else traceback.format_exception(error)
         self._log(f"failed: {''.join(bug).rstrip() or error}")
 
     def close(self, has_failed: bool = False) -> None:
-        """Leave the terminal and the log file in order."""
+        """Stop the progress bar and close the log file. `has_failed` is ignored."""
         if self._bar:
             self._draw(self._bar[0].stop)
         self._file.close()
 
     def _warn_of_wait(self) -> None:
-        """Say once that steps wait for data."""
+        """Warn, once per run, if recent steps spent too large a share of their time on waiting for data."""
         all_of_it, waited = sum(seconds for seconds, _, _ in self._recent), sum(wait for _, wait, _ in self._recent)
         if self._has_waited or len(self._recent) < _RECENT or waited < _LONG_WAIT * all_of_it:
             return
@@ -107,12 +109,12 @@ class Console(Observer):
         self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {escaped(redact(text))}\n")
 
     def _show(self, text: str, style: str = "", done: int | None = None) -> None:
-        """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
+        """Write to the terminal, above the progress bar. `done`: the step of a step line; the first starts the bar."""
         if self._stream is not None:
             self._draw(partial(self._print, self._stream, _fold_long(redact(text)), style, done))
 
     def _draw(self, write: Callable[[], None]) -> None:
-        """Write to the terminal, and never again if that fails."""
+        """Call `write`, which writes to the terminal. If it fails, never use the terminal again."""
         try:
             write()
         except OSError as e:
@@ -139,7 +141,7 @@ class Console(Observer):
             self._bar[0].update(self._bar[1], completed=done, refresh=True)
 
     def _start_bar(self, stream: TextIO) -> "tuple[Progress, TaskID]":
-        """Put the bar at the bottom. It is redrawn with each line and by no thread, which would disturb the step."""
+        """Start the progress bar. It is redrawn with each line, not by a thread, which would slow the steps down."""
         import rich.console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn
 
@@ -150,7 +152,7 @@ class Console(Observer):
             console=rich.console.Console(file=drawn(stream)),
             auto_refresh=False,
             expand=True,
-            redirect_stdout=False,  # what others print goes where they send it
+            redirect_stdout=False,  # prints of other code keep their destination
             redirect_stderr=False,
         )
         task = progress.add_task("", total=self._total)
@@ -159,7 +161,7 @@ class Console(Observer):
 
 
 def _fold_long(text: str) -> str:
-    """Fold lines into 100 columns between words, so that a longer path is whole; further lines are indented."""
+    """Fold lines to `WIDTH` columns between words, with continuation lines indented. Longer words stay in one piece."""
     lines: list[str] = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -169,26 +171,26 @@ def _fold_long(text: str) -> str:
 
 
 def step_line(row: Row, total_steps: int, seconds_left: float) -> str:
-    """Format one step as one line of aligned fields in ASCII, two blanks apart, that a program can split again."""
+    """Format a step's metrics as one ASCII line of aligned fields, two blanks apart, so that programs can split it."""
     shown = [metric.console(row[key]) for key, metric in METRICS.items() if metric.console and key in row]
     none = () if "loss" in row else ("no token with a target",)
     return "  ".join((_progress(int(row["step"]), total_steps), *none, *shown, f"eta {_rough(seconds_left)}"))
 
 
 def _labels() -> list[str]:
-    """Return the words beside the numbers of a step's line."""
+    """Return the labels of the numbers in a step line, such as "grad" and "tok/s/gpu"."""
     shown = " ".join(metric.console(0.0) for metric in METRICS.values() if metric.console)
     return re.findall(r"[^\W\d][\w/]*", shown)
 
 
 def duration(seconds: float) -> str:
-    """Format a time as h:mm:ss, with days in front where there are any: `3:12:05`, `2d 3:12:05`."""
+    """Format seconds as h:mm:ss, preceded by the days if there are any: `3:12:05`, `2d 3:12:05`."""
     days, h, m, s = _units(seconds)
     return (f"{days}d " if days else "") + f"{h}:{m:02}:{s:02}"
 
 
 def _rough(seconds: float) -> str:
-    """Format a time by its two largest units: `12d`, `2d 3h`, `8h 14m`, `3m 12s`."""
+    """Format seconds in their two largest units, from 10 days on in days: `12d`, `2d 3h`, `8h 14m`, `3m 12s`."""
     days, h, m, s = _units(seconds)
     if days > 9:
         return f"{days}d"
@@ -196,14 +198,14 @@ def _rough(seconds: float) -> str:
 
 
 def _units(seconds: float) -> tuple[int, int, int, int]:
-    """Return (days, hours, minutes, seconds)."""
+    """Split seconds, rounded, into (days, hours, minutes, seconds)."""
     minutes, s = divmod(max(0, round(seconds)), 60)
     hours, m = divmod(minutes, 60)
     return *divmod(hours, 24), m, s
 
 
 def _validation(row: Row) -> str:
-    """Say the loss of each held-out source, and its bits per byte where they are known; "" of another row."""
+    """Format the validation loss of each source, with bits per byte where known; "" if the row has no validation."""
     texts: list[str] = []
     for key, loss in row.items():
         kind, _, name = key.partition(".")
@@ -217,14 +219,14 @@ def _validation(row: Row) -> str:
 
 
 def _accuracies(row: Row) -> str:
-    """Say what share of each task's questions was answered right, and by the choices' bytes; "" of another row."""
+    """Format each task's accuracy, plain and with choices scored per byte ("norm"); "" if the row has no accuracy."""
     tasks = [key.partition(".")[2] for key in row if key.startswith("accuracy.")]
     of_tasks = [f"{name} {row[f'accuracy.{name}']:.2%} (norm {row[f'accuracy_norm.{name}']:.2%})" for name in tasks]
     return f"accuracy {'  '.join(of_tasks)}" if tasks else ""
 
 
 def _float8(row: Row) -> str:
-    """Say which layer's product is the least exact, and how much a layer clamps and loses at most."""
+    """Format the lowest SQNR of a layer's float8 output, and the largest shares of clamped and of zeroed inputs."""
     sqnr = {key: number for key, number in row.items() if key.startswith("float8_output_sqnr_db.")}
     worst = min(sqnr, key=sqnr.__getitem__)
     clamped, lost = (

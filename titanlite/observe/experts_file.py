@@ -1,8 +1,8 @@
-"""Keep the tokens that each expert of each layer had: experts.jsonl, of which `heat_map.py` draws the picture of a run.
+"""Write experts.jsonl: how many tokens each expert of each layer processed over a run. `heat_map.py` draws them.
 
-A row has the sums over all steps since the row before. There are about 300 of them, however long a run is: all steps of
-48 layers of 128 experts would take more room than the run's other files. There is one before each checkpoint, too, so
-that a run that resumes goes on with the steps after it: none is lost, and none counted twice.
+A row holds the sums over all steps since the previous row. There are about 300 rows however long a run is: a row per
+step for 48 layers of 128 experts would take more room than the run's other files. A row is also written before each
+checkpoint, so that a resumed run neither loses steps nor counts them twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ ROWS = 300
 
 
 class ExpertsFile(MetricsFile):
-    """Appends rows to `experts.jsonl`: the step, the tokens trained on, and by layer the tokens of each expert."""
+    """Appends rows to `experts.jsonl`: the step, the tokens trained on up to it, and by layer each expert's tokens."""
 
     def __init__(self, path: Path, resume_step: int, steps: int) -> None:
         super().__init__(path, resume_step)
         self._steps, self._since = steps, resume_step
-        self._last: tuple[int, int] | None = None  # step and tokens of the last that is not in the file
+        self._last: tuple[int, int] | None = None  # last step not yet in the file, and tokens up to it
         self._sums: Mapping[str, Sequence[int]] = {}
 
     def write(self, row: Row) -> None:
-        """Leave rows of metrics to their own file."""
+        """Ignore rows of metrics: they are in metrics.jsonl."""
 
     def experts(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
-        """Add the tokens of experts in the steps since the last call."""
+        """Add each expert's tokens in the steps since the last call, by layer; write a row if one is due."""
         sums, self._last = self._sums, (step, tokens)
         self._sums = {
             name: [a + b for a, b in zip(sums[name], more, strict=True)] if sums else more
@@ -37,12 +37,12 @@ class ExpertsFile(MetricsFile):
             self._write_sums()
 
     def sync(self) -> None:
-        """Write what there is, and wait until all rows are on disk."""
+        """Write the sums since the last row as a row, and wait until all rows are on disk."""
         self._write_sums()
         super().sync()
 
     def close(self, has_failed: bool = False) -> None:
-        """Write what there is, and close the file."""
+        """Write the sums since the last row as a row, and close the file. `has_failed` is ignored."""
         self._write_sums()
         super().close()
 
@@ -54,10 +54,10 @@ class ExpertsFile(MetricsFile):
 
 
 def read_experts(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of an `experts.jsonl`: each of the same layers and experts, in the order of their tokens.
+    """Read the rows of an `experts.jsonl`. All have the same layers and number of experts; their tokens increase.
 
     Raises:
-        RunError: a row has other layers or experts than the first, or fewer tokens than the one before.
+        RunError: a row has other layers or experts than the first row, or no more tokens than the previous row.
     """
     rows = read_metrics(path)
     shapes = [{name: [n >= 0 for n in tokens] for name, tokens in row.get("experts", {}).items()} for row in rows]

@@ -1,11 +1,12 @@
-"""Run a process beside each rank, which reports the rank's end where the rank itself cannot.
+"""Run a guard process beside each rank. It reports the end of the rank when the rank itself cannot.
 
-A crash in native code, a library that aborts and a host without memory end a rank before it can say so; native code
-that never gives the interpreter back keeps even the watchdog's thread from running. Then this process ends the rank,
-if it is still there, and writes in `status.json` that the run has failed.
+A crash in native code, an abort in a library or a lack of memory ends a rank before it can report anything. Native code
+that never releases the interpreter lock even keeps the watchdog's thread from running. The guard process then kills the
+rank if it still exists, and writes to `status.json` that the run has failed.
 
-The watchdog tells it every second that it runs, and how long it may fail to. Time in which the rank is stopped, as when
-a scheduler suspends a job, does not count: a timer inside the rank, such as `faulthandler` has, could not know.
+The watchdog sends the guard process a sign of life every second, with the longest time to wait for the next. Time in
+which the rank is suspended, as by a scheduler, does not count; a timer inside the rank, such as that of `faulthandler`,
+could not leave it out.
 """
 
 import faulthandler
@@ -22,18 +23,18 @@ from typing import Any
 from titanlite.observe.status import now, one_writer, read_status, write_status
 
 _LOOK_S = 1.0
-_STACKS_S = 10.0  # for the rank to write them to a disk that may be what it hangs on
+_STACKS_S = 10.0  # time for the rank to write its stacks, perhaps to the disk on which it hangs
 _CLOSED = b"closed"
 
 
 class Guard:
-    """Start the process beside this rank. It speaks of the run that is running at the first limit that it is given."""
+    """Starts this rank's guard process. It reports on the run that `status.json` names at the first call of `runs`."""
 
     def __init__(self, status: Path, rank: int) -> None:
-        import subprocess  # which the process itself has no use for
+        import subprocess  # imported here, as the guard process does not need it
 
         start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from titanlite.observe import guard"
-        self._process = subprocess.Popen(  # a session of its own: Ctrl-C is for the rank
+        self._process = subprocess.Popen(  # in a new session, so that Ctrl-C reaches the rank alone
             [sys.executable, "-SPc", f"{start}; guard.main()", str(status), str(rank), str(os.getpid())],
             stdin=subprocess.PIPE,
             bufsize=0,
@@ -43,15 +44,17 @@ class Guard:
         self._pipe = self._process.stdin
         os.set_blocking(self._pipe.fileno(), False)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)  # for the stacks of a rank that it ends
+            faulthandler.enable(sys.__stderr__)  # prints the stacks at the guard's SIGABRT
 
     def runs(self, limit_s: float) -> None:
-        """Say that this rank runs, and how long it may fail to say so, while it is not stopped, before it is ended."""
-        with suppress(OSError, ValueError):  # it is gone, has not read for long, or has ended
+        """Tell the guard process that this rank is alive. Without a further call it kills the rank after `limit_s`
+        seconds, not counting time in which the rank is suspended.
+        """
+        with suppress(OSError, ValueError):  # the guard process has ended, or does not read
             self._pipe.write(f"{limit_s}\n".encode())
 
     def close(self) -> None:
-        """Let it end without a word: `status.json` has the end."""
+        """Make the guard process exit without a report, because `status.json` records the end of the run."""
         with suppress(OSError, ValueError):
             self._pipe.write(_CLOSED)
         self._pipe.close()
@@ -59,14 +62,14 @@ class Guard:
 
 
 def main() -> None:
-    """Watch a rank until it ends; the process of `Guard`."""
+    """Watch a rank until it ends, in the guard process. sys.argv: path of status.json, rank, the rank's process id."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the rank
+        signal.signal(number, signal.SIG_IGN)  # exit only when the rank does
     status, rank, process = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     limit_s, idle_s = math.inf, 0.0
     run: dict[str, Any] = {}
     while True:
-        if select.select([0], [], [], _LOOK_S)[0]:  # what the rank has said counts, though it may be gone by now
+        if select.select([0], [], [], _LOOK_S)[0]:  # read the rank's messages, even if it has ended since
             if not (received := os.read(0, 1 << 16)):
                 break
             if received.endswith(_CLOSED):
@@ -87,7 +90,7 @@ def main() -> None:
 
 
 def _run_of(status: Path) -> dict[str, Any]:
-    """Return what identifies the run; nothing if the file does not say."""
+    """Return start time, host and process id, which identify a run in its status.json; {} if it cannot be read."""
     with suppress(OSError, ValueError):
         content = read_status(status)
         return {key: content.get(key) for key in ("started", "host", "pid")}
@@ -97,12 +100,14 @@ def _run_of(status: Path) -> dict[str, Any]:
 def _is_stopped(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:  # it has just ended, or this is no Linux
+    except OSError:  # the process has just ended, or the system is not Linux
         return False
 
 
 def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
-    """Write that the run failed, unless its end is written (not only that another rank did) or another has begun."""
+    """Write to status.json that the run failed, unless it records another run, or the end of this run. It replaces a
+    recorded ConnectionError, which a rank writes only because another rank has ended.
+    """
     with suppress(OSError, ValueError), one_writer(status):
         content = read_status(status)
         is_open = content["state"] == "running" or content.get("error", {}).get("type") == "ConnectionError"
@@ -114,7 +119,7 @@ def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message
 def _end_process(process: int, text: str) -> None:
     with suppress(OSError):
         os.write(2, f"watchdog: {text}; stacks of all threads follow\n".encode())
-    for number in (signal.SIGABRT, signal.SIGKILL):  # faulthandler writes the stacks at the first
+    for number in (signal.SIGABRT, signal.SIGKILL):  # at SIGABRT faulthandler writes the stacks
         if os.getppid() == process:
             os.kill(process, number)
             end = time.monotonic() + _STACKS_S

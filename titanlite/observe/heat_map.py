@@ -1,8 +1,8 @@
-"""Draw how the experts of a mixture are used: layers × experts over time, one picture for some runs side by side.
+"""Draw how evenly mixture-of-experts models use their experts: layers × experts over time, runs side by side.
 
-The colour of an expert is its tokens over the mean of its layer, by powers of two: white is equal use, red too many,
-blue too few. In each layer the experts are sorted by the tokens that they had in all, so that the picture shows how
-uneven use is, and not which expert has which number. Time is the tokens trained on.
+The colour of an expert shows its tokens divided by the mean over its layer's experts, on a logarithmic scale: white is
+the mean, red is more, blue is fewer. In each layer the experts are sorted by their total tokens, so that the picture
+shows how uneven the use is, not which expert has which index. The time axis counts the tokens trained on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_OCTAVES = 2  # to both sides of the mean: what is beyond a quarter or four times has the last colour
-_COLUMNS = 600  # of a run's picture, among which its rows are spread
-_TICKS = 16  # layers that are named, at most
+_OCTAVES = 2  # the colour scale extends from a quarter of the mean to four times the mean
+_COLUMNS = 600  # of pixels along a run's time axis; each shows the row that covers its tokens
+_TICKS = 16  # greatest number of labelled layers
 
 Load = NDArray[np.float64]
 
 
 def draw_heat_map(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draw runs side by side: by name, the rows of experts.jsonl of each, of which there is one at least.
+    """Draw runs side by side into the image file `path`. `runs`: by name, the rows of its experts.jsonl, at least one.
 
     Raises:
         OSError: the picture cannot be written.
@@ -42,9 +42,9 @@ def draw_heat_map(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
 
 
 def loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Load]:
-    """Return by layer, of each row, the tokens of each expert over their mean: [rows, experts].
+    """Return, by layer, the tokens of each expert in each row divided by the layer's mean per expert: [rows, experts].
 
-    NaN where a layer had no tokens. Experts are in the order of the tokens that they had in all rows, most first.
+    NaN where a layer got no tokens. Experts are sorted by their tokens summed over all rows, in descending order.
     """
     found = dict[str, Load]()
     for name in rows[-1]["experts"]:
@@ -56,9 +56,9 @@ def loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Load]:
 
 
 def _draw_run(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw one run, a band for each layer, and return the image of one."""
+    """Draw one run into `axes`, one band per layer. Returns the last layer's image, from which a colour bar is made."""
     layers, ends = loads(rows), np.array([row["tokens"] for row in rows], dtype=np.float64)
-    begin = max(0.0, 2 * ends[0] - ends[1]) if len(ends) > 1 else 0.0  # of a branch, about
+    begin = max(0.0, 2 * ends[0] - ends[1]) if len(ends) > 1 else 0.0  # a branched run begins late
     middles = begin + (np.arange(_COLUMNS) + 0.5) / _COLUMNS * (ends[-1] - begin)
     unit, scale = ("tokens (millions)", 1e6) if ends[-1] >= 1e6 else ("tokens", 1.0)
     colours = {"aspect": "auto", "cmap": "RdBu_r", "vmin": -_OCTAVES, "vmax": _OCTAVES, "interpolation": "nearest"}

@@ -1,4 +1,4 @@
-"""Classify the kernels and operators of a profiler trace, and find when each operator of a CPU was at work itself."""
+"""Classify kernels and operators of a profiler trace, and find when each CPU operator ran outside of its callees."""
 
 import re
 from collections import defaultdict
@@ -8,9 +8,10 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
-# First match wins. Elementwise kernels and reductions that a compiler made are named for what they feed, as matmuls;
-# titanlite's own passes over memory are counted with them. A fused kernel of communication and matmul is named for both
-# and counts as a matmul; attention kernels are built from the same libraries as matmuls and must come before them.
+# The first match wins. Names of elementwise kernels and reductions made by torch.compile may contain the operator that
+# they feed, such as mm, so their pattern comes first; titanlite's own memory-bound kernels count with them. A fused
+# kernel of communication and matmul has both in its name and counts as a matmul. Attention kernels come from the same
+# libraries as matmuls, so their pattern precedes that of matmuls.
 _CLASSES = (
     ("triton", r"^triton_(poi|red|per|for)_|^_(cast_(amax|transpose|rows|blocks)|transpose|swiglu_\w+)$"),
     ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
@@ -28,12 +29,12 @@ _CLASSES = (
 
 @dataclass(frozen=True)
 class Work:
-    """An operator of a CPU. Times in microseconds, without those of its callees."""
+    """One call of a CPU operator. Its times are in microseconds and leave out its callees."""
 
     name: str
-    times: list[tuple[float, float]]  # from, to; in order
+    times: list[tuple[float, float]]  # (start, end), in order
     thread: Any
-    caller: str  # the operator that called it; "" for none
+    caller: str  # name of the operator that called this one; "" if none
 
 
 def kernel_class(name: str) -> str:
@@ -42,14 +43,14 @@ def kernel_class(name: str) -> str:
 
 
 def cpu_work(trace: Mapping[str, Any]) -> list[Work]:
-    """Return the operators of the CPU, each with the times at which none of its callees ran."""
+    """Return all calls of CPU operators, each with the intervals in which none of its callees ran."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
     work = []
     for thread, events in threads.items():
-        callees: dict[int, list[float]] = defaultdict(list)  # by caller, when each begins and ends
+        callees: dict[int, list[float]] = defaultdict(list)  # by id of the caller: start, end, start, end, …
         called = [(event, around[-1] if around else None) for event, around in nested(events)]
         for event, caller in called:
             callees[id(caller)] += span_of(event)
@@ -62,7 +63,9 @@ def cpu_work(trace: Mapping[str, Any]) -> list[Work]:
 
 
 def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
-    """Yield the events of a thread in order, each with the ones around it by then, outermost first."""
+    """Yield the events of a thread by start time, each with the list of events that enclose it, outermost first. The
+    list is one object, which changes with each event.
+    """
     around: list[Event] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
         while around and span_of(around[-1])[1] <= event["ts"]:
@@ -73,12 +76,12 @@ def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
 
 
 def span_of(event: Event) -> tuple[float, float]:
-    """Return when an event of a trace begins and ends."""
+    """Return start and end of a trace event, in microseconds."""
     return event["ts"], event["ts"] + event["dur"]
 
 
 def merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Unite overlapping intervals, in order of time."""
+    """Merge overlapping intervals and return them in order of time."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""How much memory a rank uses: of its GPU as the caching allocator sees it, or of the process on a CPU."""
+"""Measure the memory that a rank uses: on a GPU by the caching allocator, on a CPU by the size of the process."""
 
 import gc
 import os
@@ -11,10 +11,10 @@ _GIB = 2**30
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Return `memory_gib` and `memory_allocated_gib` of a metrics row.
+    """Return the values of `memory_gib` and `memory_allocated_gib` in a metrics row, in GiB.
 
-    On a GPU these are the peaks reserved and allocated since the start: what the device must have, and what tensors
-    took of it. On a CPU they are the process's peak and present resident size.
+    On a GPU these are two peaks since the start or `restart_peak`: of the memory that the caching allocator reserved,
+    and of the memory that tensors took. On a CPU they are the peak and the present resident size of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB, torch.cuda.max_memory_allocated(device) / _GIB
@@ -27,7 +27,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 
 
 def restart_peak(device: torch.device) -> None:
-    """Let `memory_gib` count from now on, without the cache and peak of earlier work; a CPU's peak is kept."""
+    """Empty the GPU's caching allocator and restart the peaks that `memory_gib` returns. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Declare every number of metrics.jsonl once: its key, and how the console, the pages and the report show it.
+"""Declare each metric of metrics.jsonl once: its key, and how the console, wandb, TensorBoard and the report show it.
 
-Whoever computes a number gives it to `Report` under its key, and all that shows rows looks here for how. The file keeps
-flat keys, which are columns for whoever loads it; Weights & Biases and TensorBoard show names in sections of panels,
-which lead back to the keys, so that a run can be read from what was shown. A key that is not declared is in the file
-all the same, keeps its name, and is among the "Other" charts of a comparison.
+Code that computes a metric passes it to `Report` under its key. Code that shows rows takes the format from this table.
+The file has flat keys, which become columns of a table. Weights & Biases and TensorBoard group their panels by names of
+the form section/name, from which `flat_key` restores the key. A metric without a declaration is logged and shown under
+its key; a comparison puts its chart into the group "Other".
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +12,20 @@ from statistics import median
 from typing import NamedTuple
 
 AXES = ("step", "tokens")
-"""The axes that other numbers are drawn over: no panels of their own."""
+"""Keys that are the x axes of charts and are not drawn themselves."""
 
 
 class Column(NamedTuple):
-    """A column of a comparison's table: its heading, which number of a run's values it has, and the number's format."""
+    """A column of a comparison's table: its heading, a function that makes a cell's number of all values that a run
+    logged of a metric, and the number's format.
+    """
 
     heading: str
     pick: Callable[[Sequence[float]], float]
     form: str
 
     def text(self, values: Sequence[float]) -> str:
-        """Return the cell of a run with these values; "-" if there are none."""
+        """Return the cell's text for a run that logged these values; "-" if there are none."""
         return self.form.format(self.pick(values)) if values else "-"
 
 
@@ -32,15 +34,15 @@ class Metric:
     """The declaration of one logged number.
 
     Attributes:
-        key: in metrics.jsonl; after a dot may follow a source, a task, a group or a layer, as in "loss.wiki".
-        name: in Weights & Biases and TensorBoard, section/name.
-        group: of charts in a comparison's report; "": its charts are among the others, under the key.
-        about: what it is, as the report says.
-        unit: likewise; "" where `about` says it, or there is none.
-        is_noisy: whether smoothing helps; else it would bend the line.
-        console: makes its part of a step's line, in the order of the table; None: it is not there.
-        column: in a comparison's table of speed and memory; None: it is not there.
-        loss_of: what a run says whose lowest loss it was, and the console whose loss of a validation; "": neither.
+        key: key in metrics.jsonl; a source, task, group or layer may follow after a dot, as in "loss.wiki".
+        name: name in Weights & Biases and TensorBoard, section/name.
+        group: group of its charts in a comparison's report; "": they are in the group "Other", under the key.
+        about: description in the report.
+        unit: unit in the report; "" if `about` names it, or there is none.
+        is_noisy: whether the report may smooth its line; False where smoothing would distort it.
+        console: formats its field of a step line, where fields have the order of the table. None: it has no field.
+        column: its column in a comparison's table of speed and memory; None: it has no column.
+        loss_of: label of the loss in a run's summary and in the console's line of a validation; "": it has none.
     """
 
     key: str
@@ -59,8 +61,8 @@ _FLOAT8 = ("input_saturated", "weight_saturated", "input_flushed", "weight_flush
 _EXPERTS = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss", "bias_range")
 _METRICS = (
     Metric("loss", "train/loss", "Loss", "training loss", _NATS, console="loss {:7.4f}".format, loss_of="train loss"),
-    Metric("z_loss", "train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),  # before its coefficient
-    # Separators count among the tokens, and have no bytes: the end of a document costs bits, too.
+    Metric("z_loss", "train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),  # unscaled
+    # Bits per byte include the loss of separator tokens, which have no bytes: ending a document costs bits, too.
     *(
         Metric(f"validation_{what}{end}", f"val/{what}{end}", "Loss", f"validation loss{of}", unit, loss_of=lowest)
         for end, of, average in (("", "", ""), ("_ema", " of averaged weights", " of the average"))
@@ -85,14 +87,14 @@ _METRICS = (
         console="{:7,.0f} tok/s/gpu".format,
         column=Column("tok/s/GPU", median, "{:,.0f}"),
     ),
-    Metric(  # without recomputation
+    Metric(  # FLOPs of recomputed activations do not count
         "tflops_per_gpu",
         "perf/tflops_per_gpu",
         "Speed",
         "model TFLOP/s per GPU",
         column=Column("TFLOP/s/GPU", median, "{:.4g}"),
     ),
-    Metric(  # of the device's dense peak, or of the measured one where that is not known
+    Metric(  # relative to the device's dense bf16 peak, or to a measured rate if the peak is not known
         "mfu",
         "perf/mfu",
         "Speed",
@@ -132,8 +134,8 @@ _METRICS = (
     Metric("accuracy", "eval/accuracy", "Accuracy", "accuracy"),
     Metric("accuracy_norm", "eval/accuracy_norm", "Accuracy", "accuracy by bytes"),
     Metric("evaluation_seconds", "eval/seconds"),
-    Metric("share", "data/share"),  # of a source in the tokens since step 1
-    Metric("targets", "targets"),  # 0, of a step that has none: it changes nothing, and has no loss
+    Metric("share", "data/share"),  # of the tokens since step 1, by source
+    Metric("targets", "targets"),  # logged only as 0: the step had no token with a target, thus no loss
     *(Metric(f"float8_{what}", f"float8/{what}", f"float8: {what.replace('_', ' ')}") for what in _FLOAT8),
     *(Metric(f"experts_{what}", f"experts/{what}") for what in _EXPERTS),
 )
@@ -142,12 +144,12 @@ _KEYS = {metric.name: metric.key for metric in _METRICS}
 
 
 def shown_name(key: str) -> str:
-    """Return the name under which a key of metrics.jsonl is shown."""
+    """Return the name under which Weights & Biases and TensorBoard show a key of metrics.jsonl."""
     start, dot, of = key.partition(".")
     return (METRICS[start].name if start in METRICS else start) + dot + of
 
 
 def flat_key(name: str) -> str:
-    """Return the key of metrics.jsonl that is shown under a name."""
+    """Return the key of metrics.jsonl for a name in Weights & Biases or TensorBoard: the inverse of `shown_name`."""
     start, dot, of = name.partition(".")
     return _KEYS.get(start, start) + dot + of

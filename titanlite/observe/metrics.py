@@ -1,18 +1,19 @@
-"""Write metrics.jsonl: the record of a run, one JSON object per line, from which all else that is shown can be derived.
+"""Write metrics.jsonl, the record of a run with one JSON object per line. All charts and tables are derived from it.
 
-A row is of a training step that is logged, of a validation, of an evaluation of tasks or of a look at float8's numerics
-after that step; each of these has an interval of its own. Its numbers have the keys of `metric_table.py`. Rates and
-times of a step's row, and what routers have seen, are of the steps since the row before, or since a validation, a
-checkpoint or a trace came in between, this step included; losses and norms are of this step.
+A row belongs to a logged training step, or to a validation, an evaluation of tasks or a measurement of float8 numerics
+after it. Each kind of row is logged at its own interval. `metric_table.py` declares the keys. Losses and norms in the
+row of a step are of this step alone. Rates, times and router statistics cover all steps up to this one since the
+previous row, or since the last validation, checkpoint or trace if that was later.
 
-A number that is NaN or infinite is `null`, so that each line is strict JSON and a column is numeric for whoever loads
-it (pandas reads NaN). The log line of that step says whether it was NaN or Inf.
+A number that is NaN or infinite is written as `null`, so that each line is strict JSON and columns are numeric for
+programs such as pandas, which reads NaN. The log line of the step shows whether it was NaN or Inf.
 
 The file continues across restarts. Rows after the step that training resumes from are dropped, because those steps are
-trained again; so is a last line that a crash cut short. What remains is rewritten beside the file and renamed over it,
-so a crash here loses nothing either. A start at step 0 drops nothing: a file that is there is renamed to
-`metrics.earlier-1.jsonl`, or `-2` and so on. Each line is at once the operating system's, so a killed process loses
-none; `sync`, called before a checkpoint is published, puts them on disk, so that a power cut loses none either.
+trained again, and so is a last line that a crash cut short. The remaining rows are written to a new file, which then
+replaces the old one by a rename, so that a crash meanwhile loses nothing. A start at step 0 drops nothing: it renames
+an existing file to `metrics.earlier-1.jsonl`, or `-2` and so on. Each line is handed to the operating system at once,
+so a killed process loses none. `sync`, called before a checkpoint is published, puts them on disk, so that a power cut
+loses none either.
 """
 
 import json
@@ -28,31 +29,32 @@ from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.observe.metric_table import AXES, METRICS
 from titanlite.observe.observer import Observer
 
-_READ = {*AXES, *METRICS}  # each alone, or before a dot; another key may have what is no number
+_READ = {*AXES, *METRICS}  # keys, up to a dot, whose values must be numbers
 
 
 class RunError(TitanliteError):
-    """A run's folder is missing, is not one, or holds a damaged file."""
+    """Raised if a run's folder is missing, is not the folder of a run, or holds a damaged file."""
 
 
 Row = Mapping[str, float]
-"""Numbers that are logged at once, by key: a step, the tokens until then, and others, some of them NaN or infinite."""
+"""Numbers logged together, by key: the step, the tokens trained on up to it, and metrics, which may be NaN or inf."""
 
 
 class MetricsFile(Observer):
-    """Appends rows to `metrics.jsonl`, of which it has dropped what will be trained again. Rank 0 owns it.
+    """Appends rows to `metrics.jsonl`, on rank 0. First it drops the rows of steps that will be trained again.
 
-    The file and its folder are created if need be. Rows up to `resume_step` are kept, without the validation and the
-    evaluation of that step if it validates again; at step 0 a file of its own begins.
+    The file and its folder are created if missing. Rows up to `resume_step` are kept. With `validates_again`, the
+    validation and evaluation of that step will be repeated, so their rows are dropped, too. With `resume_step` 0 a new
+    file is begun.
 
     Raises:
         RunError: a line before the last one is not a JSON object.
-        OSError: it cannot be read or written, or something else than a plain file is in its place.
+        OSError: the file cannot be read or written, or its path does not name a plain file.
     """
 
     def __init__(self, path: Path, resume_step: int, validates_again: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.earlier: Path | None = None  # what has the rows of an earlier start from now on, at a start at step 0
+        self.earlier: Path | None = None  # new path of the file of an earlier start, after a start at step 0
         self.last_step = 0  # the last training step whose row is kept
         has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
@@ -78,27 +80,27 @@ class MetricsFile(Observer):
         os.fsync(self._file.fileno())
 
     def close(self, has_failed: bool = False) -> None:
-        """Close the file."""
+        """Close the file. `has_failed` is ignored."""
         self._file.close()
 
 
 def json_row(row: Row) -> dict[str, float | None]:
-    """Return a row with None for each number that is not finite."""
+    """Return a copy of a row with None in place of each number that is not finite."""
     return {key: value if math.isfinite(value) else None for key, value in row.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a `metrics.jsonl`; it may be growing: a last line without its newline is left out.
+    """Read the rows of a `metrics.jsonl`. A run may still be writing it: a last line without a newline is skipped.
 
     Returns:
-        One dict per row, each with an integer "step"; None stands for a number that was not finite. Only keys of
-        another version have what is no number.
+        One dict per row, each with an integer "step". None stands for a number that was not finite. Only keys that
+        `metric_table.py` does not declare may have values of other types.
 
     Raises:
-        RunError: a complete line is not a JSON object with a step, or one of its own keys has no number of 64 bits.
+        RunError: a complete line is not a JSON object with a step, or a declared key has no 64-bit number.
         OSError: the file cannot be read.
     """
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is empty, or half a row
+    lines = path.read_bytes().split(b"\n")[:-1]  # the last part is empty or an incomplete row
     rows, problems = [], []
     for number, line in enumerate(lines, start=1):
         try:
@@ -108,7 +110,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise ValueError("no row of numbers")
             lost = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
             rows.append(row | dict.fromkeys(lost))
-        except MALFORMED:  # of JSON, of a byte that is no text, or of what is no number
+        except MALFORMED:  # invalid JSON, invalid UTF-8, or a value that is not a number
             saw = json.dumps(line[:60].decode(errors="replace"))
             problems.append(
                 Problem("row", saw, "a JSON object with a step, of numbers of 64 bits", "delete this line", number)
@@ -119,12 +121,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_of_step(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is of a training step; a step in which no token had a target has no loss."""
+    """Return whether a row is of a training step, not of a validation, say. A step without any target has no loss."""
     return "loss" in row or "experts" in row or row.get("targets") == 0
 
 
 def _is_as_read(value: Any, key: str) -> bool:
-    """Return whether a value is a number of 64 bits, or None, as far as it is read; quickly, for a run has millions."""
+    """Return whether a value is None or a 64-bit number, or has no number but a key that is not declared. Fast, as a
+    run has millions of values.
+    """
     kind = type(value)
     if kind is float or value is None:
         return True

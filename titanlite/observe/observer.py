@@ -1,22 +1,22 @@
-"""The one interface by which a run tells what happens to whatever shows or keeps it."""
+"""Define the interface through which a run reports its events to all consoles, files and pages that show them."""
 
 from collections.abc import Mapping, Sequence
 
 
 class Observer:
-    """A console, a file or a page that is told of a run as it goes on; each takes what concerns it."""
+    """Base of consoles, files and pages that receive a run's events. A method that is not overridden does nothing."""
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Take a row that is logged."""
+        """Receive a logged row of metrics, by key."""
 
     def progress(self, step: int) -> None:
-        """Take that a step is done, whether it is logged or not."""
+        """Receive the number of a finished step, whether the step is logged or not."""
 
     def experts(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
-        """Take, by layer, the tokens of each expert since the last call, up to `step` and `tokens` in all."""
+        """Receive each expert's tokens since the last call, by layer. `tokens`: all tokens trained on up to `step`."""
 
     def sync(self) -> None:
-        """Return when all that was taken is on disk: a checkpoint will rely on it."""
+        """Return once everything received is on disk. Called before a checkpoint is published."""
 
     def close(self, has_failed: bool = False) -> None:
-        """Take that the run has ended, and close what is open."""
+        """Close files and processes at the end of the run. `has_failed`: the run ended with an error."""
