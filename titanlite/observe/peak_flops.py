@@ -1,13 +1,13 @@
-"""The two sides of MFU: what a token costs by count, and what the device could do at best.
+"""Determine both parts of MFU (model FLOPs utilization): the FLOPs per token, and the peak FLOPs of the device.
 
-MFU = tokens per second and device × FLOPs per token / peak FLOPs per second. The peak is that of dense bf16, whatever
-arithmetic a recipe uses, so that MFU compares runs of one model by speed alone; float8 may exceed 100 %. FLOPs that are
-spent on recomputing activations do not count.
+MFU = tokens per second and device × FLOPs per token / peak FLOPs per second. The peak is always that of dense bf16,
+also for float8 recipes, so that MFU compares runs of one model by speed alone. Runs in float8 may exceed 100 %. FLOPs
+of recomputing activations do not count.
 
-Source of the peaks: the vendors' data sheets, dense figures. NVIDIA prints most of them "with sparsity"; those are
-halved here. Boards of one chip differ in clocks and power (H100 SXM, PCIe, NVL), so the whole device name decides.
-A device that is not in the table, a CPU among them, is measured with a matmul; the result is below its peak, and
-MFU above what a data sheet would give. Which of the two it was is part of the answer.
+The peaks are the dense figures of the vendors' data sheets. NVIDIA prints most figures "with sparsity"; these are
+halved here. Boards with the same chip differ in clocks and power (H100 SXM, PCIe, NVL), so the table is searched by the
+full device name. CPUs and devices that are not in the table are measured with a matmul. The measured rate is below the
+true peak, so MFU comes out too high. `peak_flops` also returns which source it used.
 """
 
 import re
@@ -22,7 +22,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.data.document_starts import twice_attended
 from titanlite.models.layers import CausalAttention, Projection
 
-# First match wins: the special board before the general one.
+# (pattern of the device name, FLOPs per second). The first match wins, so special boards precede general ones.
 _DENSE_BF16: tuple[tuple[str, float], ...] = (
     (r"GB[23]00", 2500e12),
     (r"B[23]00", 2250e12),
@@ -43,14 +43,14 @@ _DENSE_BF16: tuple[tuple[str, float], ...] = (
     (r"MI350X", 2300e12),
     (r"MI355X", 2500e12),
 )
-_MEASURE_S, _REPEATS = 0.3, 5  # other processes may take the cores meanwhile: the fastest counts
+_MEASURE_S, _REPEATS = 0.3, 5  # as other processes may disturb a run, the fastest counts
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:
-    """Find the highest rate of matmul FLOPs of a device, measured with a dtype where no data sheet has it.
+    """Return a device's peak rate of matmul FLOPs: in dense bf16 by its data sheet, else measured with `dtype`.
 
     Returns:
-        FLOPs per second, and how it is known, for the log.
+        FLOPs per second, and a text for the log that names the source.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     known = None if device.type == "cpu" else dense_bf16_flops(name)
@@ -61,10 +61,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tup
 
 
 def dense_bf16_flops(name: str) -> float | None:
-    """Look up the data sheet's dense bf16 FLOPs per second of a device name; None if it is not known.
+    """Look up the dense bf16 FLOPs per second of a device by its name; None if the table of data sheets lacks it.
 
-    A slice of a GPU (MIG) has the name of the whole, and so have other chips (RTX 4090 Laptop, 4090 D, 3090 Ti): these
-    are treated as unknown.
+    Slices of a GPU (MIG) and other chips of similar name (RTX 4090 Laptop, 4090 D, 3090 Ti) would match an entry with
+    another peak. They count as unknown.
     """
     if re.search(r"\b(MIG|Laptop|D|Ti)\b", name):
         return None
@@ -72,52 +72,52 @@ def dense_bf16_flops(name: str) -> float | None:
 
 
 class TokenFlops(NamedTuple):
-    """The FLOPs of forward and backward for one token, as MFU counts them.
+    """The FLOPs of one token in forward and backward, as MFU counts them.
 
     Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
     two gradients, so 6 per parameter. The output projection counts, tied or not; the embedding, which is a lookup,
     norms, RoPE and the loss do not.
 
-    Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
-    causal token attends to half of it on average, 2·S·H·E; with backward three times as much, 6·S·H·E. Tokens outside a
-    layer's window, or in another document, do not count (`mean_attended` in the place of S).
+    Attention, with S tokens per sequence and H heads of width E: per layer and token, Q Kᵀ and P V take 2·S·H·E each in
+    forward, 4·S·H·E together. A causal token attends to half of the sequence on average, so 2·S·H·E remain, and 6·S·H·E
+    with backward. Tokens outside a layer's window or in another document do not count, so `mean_attended` replaces S.
     """
 
-    matmul: int  # of the linear layers
-    per_attended: int  # for each token that `twice_attended` counts in a layer
+    matmul: int  # FLOPs of the linear layers
+    per_attended: int  # FLOPs of attention per unit of `mean_attended`
 
     def total(self, attended: float) -> float:
-        """Return all of them, where `mean_attended` counts so many."""
+        """Return all FLOPs of a token; `attended` is a result of `mean_attended`."""
         return self.matmul + self.per_attended * attended
 
 
 def token_flops_of(model: nn.Module, dims: ModelDims) -> TokenFlops:
-    """Count what a token costs apart from how many others it attends to; the model may be on the meta device."""
+    """Return the FLOPs of a token in a model, which may be on the meta device."""
     matmul_parameters = sum(m.used_by_a_token for m in model.modules() if isinstance(m, Projection))
     return TokenFlops(6 * matmul_parameters, 6 * dims.n_heads * dims.head_width)
 
 
 def windows_of(model: nn.Module) -> list[int]:
-    """Return the window of each layer's attention; 0: all tokens."""
+    """Return the attention window of each layer, in tokens; 0 stands for all tokens."""
     return [m.window for m in model.modules() if isinstance(m, CausalAttention)]
 
 
 def mean_attended(windows: list[int], lengths: np.ndarray) -> float:
-    """Return twice the tokens that a token sees in its document on average, its own counted by half, over all layers'
-    windows; `lengths` are the documents' tokens, [n].
+    """Return twice the mean number of tokens that a token attends to in its document, summed over layers. The token
+    itself counts by half. `windows`: attention window of each layer; `lengths`: tokens of each document, [n].
     """
     total = sum(windows.count(window) * twice_attended(lengths, window) for window in set(windows))
     return total / float(lengths.sum())
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
-    """Time square matmuls, as large as the time allows, and take the fastest."""
+    """Time growing square matmuls within `_MEASURE_S`; return the highest FLOPs per second and the last size."""
     best, size = 0.0, 256
     _timed_matmul(torch.ones(size, size, device=device, dtype=dtype))  # loads the matmul library, which takes longer
     end = time.perf_counter() + _MEASURE_S
     while True:
         a = torch.ones(size, size, device=device, dtype=dtype)
-        _timed_matmul(a)  # picks the kernel of this size
+        _timed_matmul(a)  # untimed: picks the kernel of this size
         seconds = min(_timed_matmul(a) for _ in range(_REPEATS))
         best = max(best, 2 * size**3 / seconds)
         # The next size takes 8 times as long.
@@ -127,7 +127,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
 
 
 def _timed_matmul(a: torch.Tensor) -> float:
-    """Seconds of `a @ a.T`, as a linear layer multiplies: a CPU's bfloat16 is slow otherwise."""
+    """Return the seconds of `a @ a.T`. It is transposed as in a linear layer; else bfloat16 is slow on a CPU."""
     if a.device.type != "cpu":
         torch.accelerator.synchronize(a.device)
     start = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Tell what the memory of a rank was for, at the moment at which most was allocated.
+"""Attribute the memory of a rank to categories, at the moment of a trace at which most was allocated.
 
-The allocator tells each allocation and its end, when and from where. What was there before the window are parameters,
-the optimizer's state, and buffers. What was made in the step and is freed once the optimizer is at work are
-gradients. The rest is named for who made it: FSDP, a cast to float8, or else the model, whose activations it is.
+The trace records the time of each allocation and each free, and the operators that called them. Memory allocated before
+the traced steps holds parameters, optimizer state and buffers. Memory allocated in a step and freed after its optimizer
+has begun holds gradients. All other memory is attributed by the operator that allocated it: to FSDP, to a cast to
+float8, or else to the activations of the model.
 """
 
 import math
@@ -30,14 +31,14 @@ def peak_memory(
     window: tuple[float, float],
     reserved: int,
 ) -> PeakMemory | None:
-    """Attribute the bytes at the peak; None if the trace has no memory.
+    """Attribute the bytes at the peak to categories; None if the trace records no allocations in the window.
 
     Args:
-        events: of a trace with memory.
+        events: all events of a trace that was recorded with allocations.
         device: "cuda" or "cpu".
-        held: bytes by category that were there before; on a GPU "before" is all that was.
-        window: the steps, by the host's clock.
-        reserved: most bytes that the caching allocator had; 0 on a CPU.
+        held: bytes allocated before the traced steps, by category; on a GPU the key "before" has their total.
+        window: start and end of the traced steps, by the host's clock.
+        reserved: most bytes that the caching allocator reserved; 0 on a CPU.
     """
     threads: dict[Any, list[Event]] = defaultdict(list)
     for e in events:
@@ -52,7 +53,7 @@ def peak_memory(
     total, most, peak = 0, 0, -1
     live = set[int]()
     for i, (ts, size, address, _) in enumerate(changes):
-        if size < 0 and address not in live:  # it was there before
+        if size < 0 and address not in live:  # allocated before the trace
             continue
         live.remove(address) if size < 0 else live.add(address)
         total += size
@@ -60,12 +61,12 @@ def peak_memory(
             most, peak = total, i
     if peak < 0:
         return None
-    there: dict[int, tuple[float, int, str]] = {}  # address → when made, bytes, by whom
+    there: dict[int, tuple[float, int, str]] = {}  # address → time, bytes, category by operator
     for ts, size, address, maker in changes[: peak + 1]:
         there.pop(address, None) if size < 0 else there.update({address: (ts, size, maker)})
     now = changes[peak][0]
-    begins = next((start for start, end in optimizer if end > now), math.inf)  # it may be at work now
-    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # first after the peak
+    begins = next((start for start, end in optimizer if end > now), math.inf)  # it may be running at the peak
+    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # first free
     categories = {name: size for name, size in held.items() if name != "before"}
     categories[BUFFERS] = max(0, before - sum(categories.values()))
     for address, (made, size, maker) in there.items():
@@ -79,7 +80,7 @@ def peak_memory(
 
 
 def _changes(events: list[Event]) -> Iterator[tuple[float, int, int, str]]:
-    """Yield (when, bytes, address, by whom) of each allocation of a thread, and of each end, with negative bytes."""
+    """Yield (time, bytes, address, category) of each allocation and each free (bytes < 0) in one thread's events."""
     for e, around in nested(events):
         if e["ph"] != "X":
             makers = (maker for caller in reversed(around) if (maker := _maker(caller["name"])))
@@ -88,7 +89,7 @@ def _changes(events: list[Event]) -> Iterator[tuple[float, int, int, str]]:
 
 @cache
 def _maker(name: str) -> str:
-    """Return what an operator allocates, whatever it was called for; "" where that depends on its caller."""
+    """Return the category of the memory that an operator allocates; "" if it depends on the operator's caller."""
     if _BY_FLOAT8.search(name):
         return FLOAT8
     return GATHERED if _BY_FSDP.match(name) else ""

@@ -1,10 +1,11 @@
-"""A torch profiler trace of a few steps on every rank, as `titanlite explain` and a person read it.
+"""Record a torch.profiler trace of a few steps on every rank, for `titanlite explain` and for people.
 
-Each rank writes `rank<i>.json`, a summary (`step_profile.py`); rank 0 also its trace, `rank0.json.gz` (open it in
-https://ui.perfetto.dev), and `kernels.txt`. All ranks record, as only all of them know who waited for whom.
+Each rank writes a summary, `rank<i>.json` (`step_profile.py`). Rank 0 also writes its trace, `rank0.json.gz` (open it
+in https://ui.perfetto.dev), and `kernels.txt`. All ranks record, as only all summaries together show which rank waited
+for which.
 
-`profiling.start_step` counts the steps of the run, not of the process: a run that resumes after it warns that there is
-no trace. Steps outside the window are not recorded and not marked, so they cost nothing.
+`profiling.start_step` counts the steps of the run, not of the process: a run that resumes after this step warns that it
+records no trace. Other steps are neither recorded nor marked, so the profiler costs them nothing.
 """
 
 import contextlib
@@ -25,18 +26,18 @@ from titanlite.durable import open_plain, write_durably
 from titanlite.observe.console import Console
 from titanlite.observe.trace_spans import STEP, ProfiledRun, summarise
 
-_ROWS, _NAME = 40, 110  # of kernels.txt, and characters of a name
+_ROWS, _NAME = 40, 110  # rows of kernels.txt, and characters of a kernel's name
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """Mark what follows with a name in the trace, while there is one; else do nothing."""
+    """Return a context that marks its body with a name in the trace, or does nothing while none is recorded."""
     if torch.autograd.profiler._is_profiler_enabled:
         return record_function(name)
     return contextlib.nullcontext()
 
 
 class Profiler:
-    """Traces the steps that `[profiling]` names. Use as a context manager around the training loop."""
+    """Traces the steps that the config section `[profiling]` sets. Use it as a context around the training loop."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Profiler:
     ) -> None:
         self._folder, self._run, self._device, self._console = folder, run, device, console
         self._start_step, self._last_step = config.start_step, config.start_step + config.steps - 1
-        self._edges: dict[int, Literal["begin", "end"]] = {}  # by the step that is done by then
+        self._edges: dict[int, Literal["begin", "end"]] = {}  # by the step after which it happens
         self._trace: profile | None = None
         self._mark: record_function | None = None
         if config.enable and config.start_step >= first_step:
@@ -65,19 +66,19 @@ class Profiler:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Write what there is if training ended within the window; nothing if it failed."""
+        """Write the trace so far if training ended within the traced steps; discard it if training failed."""
         if self._trace is not None and error is None and self._step >= self._start_step:
             self._write(self._trace)
         elif self._trace is not None:
-            with contextlib.suppress(RuntimeError):  # of a device that failed: the error under way matters more
+            with contextlib.suppress(RuntimeError):  # a failed device: keep the error under way
                 self._trace.stop()
 
     def edge(self, step: int) -> Literal["begin", "end"] | None:
-        """Say whether reporting `step` begins or writes the trace, which takes time; the same on every rank."""
+        """Return whether the call `step(step)` begins or ends the trace, which takes time; the same on every rank."""
         return self._edges.get(step)
 
     def begin(self, step: int) -> None:
-        """Mark in the trace, if there is one, that a step begins; it ends with the beginning of the next one."""
+        """Mark the beginning of a step in the trace, if one is recorded. The mark lasts until the next step begins."""
         if self._trace is None:
             return
         if step == self._start_step:
@@ -87,12 +88,12 @@ class Profiler:
         self._mark.__enter__()
 
     def end(self, step: int) -> None:
-        """Close the window after its last step, once the device has done it: what follows is of no step."""
+        """End the mark of the last traced step once the device has finished the step: later work belongs to none."""
         if self._trace is not None and step == self._last_step:
             self._close()
 
     def step(self, step: int) -> None:
-        """Report that `step` is done. Starts the trace after the step before the window, writes it after the last."""
+        """Report that `step` is done. Starts the trace just before the first traced step; writes it after the last."""
         self._step = step
         if self._trace is not None and step == self._last_step:
             self._write(self._trace)
@@ -142,6 +143,6 @@ class Profiler:
         self._mark = None
 
     def _synchronize(self) -> None:
-        """Let the device finish, so that the trace holds whole steps."""
+        """Wait until the device has finished all work, so that the trace holds complete steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

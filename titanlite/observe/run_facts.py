@@ -1,4 +1,4 @@
-"""Say of a run what its config leaves open, to find and filter runs by it: GPUs, parameters, the commit of the code."""
+"""Collect facts of a run that its config lacks, to find and filter runs by: GPUs, parameters, commit of the code."""
 
 import subprocess
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ import torch
 
 from titanlite.config.schema import Config
 
-_ROOT = Path(__file__).parents[2]  # of the checkout, if titanlite runs from one
-_TAG = 64  # the longest tag that Weights & Biases takes
+_ROOT = Path(__file__).parents[2]  # folder of the git checkout, if titanlite runs from one
+_TAG = 64  # characters of the longest tag that Weights & Biases accepts
 
 
 def run_facts(parameters: int, world: int, device: torch.device) -> dict[str, Any]:
-    """Return a run's facts, by their names in the config of Weights & Biases, of a model with so many parameters."""
+    """Return a run's facts by their names in wandb's config. `parameters`: number in the model; `world`: of ranks."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     facts: dict[str, Any] = {"world_size": world, "gpu": gpu, "parameters": parameters}
     commit = commit_of(_ROOT)
@@ -22,7 +22,7 @@ def run_facts(parameters: int, world: int, device: torch.device) -> dict[str, An
 
 
 def tags_of(config: Config, facts: Mapping[str, Any]) -> list[str]:
-    """Return a run's tags: its model and recipes, and its facts as a person says them."""
+    """Return a run's tags for Weights & Biases: its model, its recipes, and its `run_facts` as readable text."""
     model = Path(config.model.file).stem if config.model.file else config.model.name
     world, parameters = facts["world_size"], facts["parameters"]
     tags = [
@@ -40,10 +40,10 @@ def tags_of(config: Config, facts: Mapping[str, Any]) -> list[str]:
 
 
 def commit_of(root: Path) -> str | None:
-    """Return the commit of a checkout's top folder, and whether files were changed since; None of another folder."""
+    """Return the commit of the git checkout at `root`, and whether files differ from it; None without a checkout."""
     if not (root / ".git").exists():
         return None
-    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # whoever owns the checkout: it is only read
+    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # also of another user's: it is only read
     named = ["describe", "--always", "--exclude=*", "--abbrev=64", "--dirty= with changes"]
     try:
         return subprocess.run([*git, *named], capture_output=True, text=True, check=True, timeout=10).stdout.strip()

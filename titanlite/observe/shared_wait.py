@@ -1,8 +1,9 @@
-"""Let all ranks know that one of them waits for data that is still being made: who waits for it in turn does not hang.
+"""Tell all ranks that one rank waits for data in preparation, so that no watchdog ends the run because of the wait.
 
-A rank that has its batch enters the step, and is in a collective until the last one has its own. It cannot know why; so
-the rank that waits says in the job's store, each time that its data has come closer, that it is alive, and a watchdog
-looks there before it ends a run. A request to stop goes by the store, too: the rank that waits is in no collective.
+A rank that has its batch enters the step and waits in a collective until the last rank has its batch, too. It cannot
+see the reason. So a rank without a batch writes the time to the job's store whenever the preparation of its data makes
+progress, and a watchdog reads this time before it ends a run. A request to stop is also sent through the store, because
+a rank without a batch takes part in no collective.
 """
 
 import time
@@ -15,33 +16,33 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _KEY, _STOP = "titanlite/shared_wait", "titanlite/stop"
-_ANSWER_S = 5.0  # for the store, whose host may be gone
+_ANSWER_S = 5.0  # longest wait for the store, whose host may be gone
 
 
 class SharedWait:
-    """Tell of a wait and of a request to stop by the job's store, and look for them."""
+    """Writes to the job's store that this rank waits for data or was asked to stop, and reads whether any rank was."""
 
     def __init__(self, store: "dist.Store") -> None:
-        # Of a thread each: who waits for data, the watchdog, and who takes signals.
+        # Each for one thread: the one that waits for data, the watchdog's, and the one that handles signals.
         self._teller, self._asker, self._stopper = store.clone(), store.clone(), store.clone()  # type: ignore[attr-defined]
 
     def tell(self) -> None:
-        """Say that this rank waits, and that what it waits for comes closer."""
+        """Record that this rank waits for data, and that the preparation of the data makes progress."""
         with suppress(RuntimeError):  # the store's host has ended
             self._teller.set(_KEY, f"{time.time()}")
 
     def stop(self) -> None:
-        """Say that this rank is asked to stop."""
+        """Record that this rank was asked to stop."""
         with suppress(RuntimeError):
             self._stopper.set(_STOP, "")
 
     def is_stopped(self) -> bool:
-        """Return whether a rank is asked to stop; for the thread that tells."""
+        """Return whether any rank was asked to stop. For the thread that calls `tell`."""
         with suppress(RuntimeError):
             return self._teller.check([_STOP])
         return False
 
     def is_on(self, within_s: float) -> bool:
-        """Return whether a rank has told so in the last seconds, by the clocks of both hosts."""
+        """Return whether a rank called `tell` in the last `within_s` seconds. Compares the clocks of two hosts."""
         told = answer_of(lambda: self._asker.get(_KEY) if self._asker.check([_KEY]) else None, _ANSWER_S)
         return told is not None and time.time() - float(told) < within_s

@@ -1,14 +1,14 @@
-"""Say where each rank is when a run makes no progress: the one that all others wait for is seen by what it does.
+"""Report where each rank is when a run makes no progress. This shows the rank that all other ranks wait for.
 
-A collective that hangs is ended by the watchdogs of the ranks that have entered it; their stacks name the collective,
-not the rank that is missing. Before that, each rank that has seen no progress for long writes to the job's store where
-its main thread is. Rank 0 reads them and prints them by place:
+When a collective hangs, the watchdogs of the ranks in it end the run. Their stacks name the collective, but not the
+rank that has not entered it. Before that, each rank without progress for long writes the position of its main thread to
+the job's store. Rank 0 reads these positions and prints them with the ranks at each position:
 
     watchdog: rank 0 made no progress for 90 s at step 58; where each rank is:
         step 58, in step, titanlite/training/report.py:72 in read: ranks 0-2, 4-7
         step 57, in step, titanlite/data/batches.py:120 in next: rank 3 (host c12, process 4711)
 
-Where the store itself does not answer, it is its host that all others wait for, and no rank learns of any other.
+If the store does not answer, all ranks wait for its host, and no rank learns the position of another.
 """
 
 import os
@@ -31,24 +31,25 @@ _SILENT = "no answer, so stopped, in native code that keeps the interpreter, or 
 
 
 class StallReport:
-    """The part of one rank, which has a connection to the job's store."""
+    """One rank's side of the report, with a connection to the job's store."""
 
     def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
-        # A connection of its own: the main thread's is taken while NCCL, say, waits there for a peer.
+        # A second connection: the main thread's is blocked while NCCL, say, waits on it for a peer.
         self._store, self._rank, self._world = store.clone(), rank, world  # type: ignore[attr-defined]
         self._store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 
     def hold(self, where: str, wait_s: float) -> str | None:
-        """Store where this rank is, its step, phase and line, and poll the others for so long.
+        """Store this rank's position `where` (step, phase and line), and poll those of other ranks for `wait_s`
+        seconds.
 
         Returns:
-            On rank 0, or on rank 1 if rank 0 or the store does not answer: where each rank is, a line for each place,
-            the places of fewest ranks last. Else None.
+            On rank 0, or on rank 1 if rank 0 or the store does not answer: one line per position, with its ranks; the
+            positions with the fewest ranks come last. None on other ranks.
         """
 
         def store_place() -> bool:
             self._store.set(self._key(self._rank), f"{time.time()} {where}")
-            self._store.check([self._key(self._rank)])  # to set a key waits for no answer
+            self._store.check([self._key(self._rank)])  # `set` does not wait for an answer
             return True
 
         if not answer_of(store_place, wait_s):
@@ -69,7 +70,9 @@ class StallReport:
         return f"{words} ({self._store.get(process).decode()})"
 
     def _poll(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
-        """Return the places that ranks have stored by the end of this wait, without those of an earlier one."""
+        """Return the positions, by rank, that `ranks` store within `wait_s` seconds. Those of earlier stalls are
+        ignored.
+        """
         polled: dict[int, str] = {}
         missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
         while missing:
@@ -89,7 +92,7 @@ class StallReport:
 
 
 def answer_of(ask: Callable[[], T], wait_s: float) -> T | None:
-    """Return what a thread of its own is told in this time; None if the store's host, or the disk, does not answer."""
+    """Call `ask` in a new thread and return its result; None if it takes more than `wait_s` or raises RuntimeError."""
     found: list[T] = []
 
     def listen() -> None:
@@ -110,7 +113,7 @@ def _store_host() -> str:
 
 
 def innermost_line(frame: FrameType | None) -> str:
-    """Name the innermost line of titanlite in a stack, or else the innermost of all."""
+    """Return file, line and function of the innermost frame in titanlite's code, or else of the innermost frame."""
     innermost = frame
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -123,7 +126,7 @@ def innermost_line(frame: FrameType | None) -> str:
 
 
 def _rank_spans(ranks: list[int]) -> str:
-    """[0, 1, 2, 4] → "ranks 0-2, 4"."""
+    """Format ascending ranks as a text: [0, 1, 2, 4] → "ranks 0-2, 4"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:

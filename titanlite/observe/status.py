@@ -1,10 +1,10 @@
 """Write status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
 
-The file is replaced as a whole, so a reader never sees half of it; only on a full disk an end is written over the old
-one. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it until it is killed. For a
-rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only where both are killed, or
-the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed every ten seconds. Once a
-job that began later has written there, the folder is that one's, and this one writes no more.
+The file is replaced by a rename, so a reader never sees half of it. Only on a full disk is a final state written over
+the old content. Rank 0 writes the file. A rank that fails also writes its failure, for rank 0 may wait for it until it
+is killed itself. For a rank that is killed or crashes in native code, its guard process writes the failure
+(`guard.py`). If both are killed, or the host is lost, the state remains `running`. The time `updated`, renewed every
+ten seconds while steps are made, is then old. A job writes no more once a job that began later has written the file.
 """
 
 import fcntl
@@ -24,44 +24,45 @@ from titanlite.json_file import parse_json
 from titanlite.observe.observer import Observer
 from titanlite.redact import redact_tree
 
-_RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
-_WAIT_S = 2.0  # for another process's word, which takes milliseconds
+_RENEW_S = 10.0  # between renewals: rare enough to cost nothing on a network disk
+_WAIT_S = 2.0  # longest wait for the lock, which a process holds for milliseconds
 
 
 class Status(Observer):
-    """The state of this run, "running" from now on, after the step from which training starts. Ranks other than 0 write
-    `failed` and `stalled` alone.
+    """Writes the state of this run, "running" at first. `step`: the last step done before training starts. Ranks other
+    than 0 only write failures and stalls.
     """
 
     def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
         self._path, self._rank, self._written = path, rank, 0.0
-        self.step = step  # the last one done
-        self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
+        self.step = step  # the last step done
+        self.stall: str | None = None  # last report of where each rank is; None if a step was done since
         self._started = now()
-        self._began = ""  # when the run did, as rank 0 has written it
-        self._end = ""  # once it has been written
+        self._began = ""  # start time of the run, as rank 0 wrote it
+        self._end = ""  # the final state, once it is written
         self._before = self._content() if rank == 0 else {}
-        self._lock = threading.Lock()  # a second signal is noted by a thread of its own
+        self._lock = threading.Lock()  # another thread writes at a second signal
         if rank == 0:
             self._write("running")
             self._began = self._started
 
     def progress(self, step: int) -> None:
-        """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
+        """Record that `step` is done. Cheap: the file is written every ten seconds at most."""
         self.step, self.stall = step, None
         self._began = self._began or self._content().get("started", "")
         if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S:
             self._write_running()
 
     def stalled(self, text: str) -> None:
-        """Note that no step is made, and where each rank is: `failed` keeps it, should the run end so."""
+        """Write that the run makes no progress. `text`: the report of where each rank is; a later `failed` keeps it."""
         self.stall = text
         self._write_running(stalled=text)
 
     def idle(self, is_last: bool) -> bool:
-        """Write what was there before a start that had nothing to do, if that was an end; return whether it was.
+        """Restore the final state that the file had before this start, which has no step to do; return whether it had
+        one.
 
-        With all steps done, a run that was stopped is finished now.
+        `is_last`: all steps of the run are done. Then "stopped" is not restored, as the run is finished now.
         """
         if self._before.get("state") not in (("finished",) if is_last else ("finished", "stopped")):
             return False
@@ -79,16 +80,16 @@ class Status(Observer):
             self._write("finished")
 
     def stopped(self, step: int, by: str) -> None:
-        """Write that the run was asked to end early, by "SIGTERM" or "job.stop_after", say, and did so after a step."""
+        """Write that the run ended early, after `step`. `by`: the cause, such as "SIGTERM" or "job.stop_after"."""
         self.step = step
         if self._rank == 0:
             self._write("stopped", by=by)
 
     def failed(self, error: BaseException) -> None:
-        """Write that the run ended with an error, after the last step noted.
+        """Write that the run ended with an error, after the last step recorded.
 
-        If another rank has written its end, this one fails because that one is gone, and writes nothing; only a mistake
-        of all ranks, which rank 0 tells, replaces it. The text of a stall is kept.
+        If another rank has already written its end, this rank fails only in consequence, and writes nothing. Exception:
+        a TitanliteError of rank 0 is a mistake of all ranks, and is written. The text of a stall is kept.
         """
         with one_writer(self._path):
             if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
@@ -103,9 +104,9 @@ class Status(Observer):
                 self._write("running", **more)
 
     def _another_ended(self) -> bool:
-        """Return whether another rank failed, or rank 0 was stopped."""
+        """Return whether the file says that another rank failed, or that rank 0 was stopped."""
         content = self._content()
-        # What an earlier process of this folder wrote is older, or rank 0 has replaced it by now.
+        # Older content is of an earlier process in this folder.
         if not content or content["updated"] < self._started:
             return False
         if content["state"] == "failed":
@@ -115,22 +116,23 @@ class Status(Observer):
     def _content(self) -> dict[str, Any]:
         try:
             return read_status(self._path)
-        except (OSError, ValueError):  # there is none, or the host went down while it was written
+        except (OSError, ValueError):  # the file is missing, or incomplete after a crash of the host
             return {}
 
     def _is_lost(self) -> bool:
-        """Return whether another job, which began later, has the folder by now."""
+        """Return whether a job that began later has written the file."""
         return bool(self._began) and self._content().get("started", "") > self._began
 
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()
         run: dict[str, object] = {"started": self._started, "host": os.uname().nodename, "pid": os.getpid()}
-        if self._rank:  # a run is known by its rank 0
+        if self._rank:  # rank 0's process identifies the run
             before = self._content()
             run |= {key: before[key] for key in run if key in before}
         content = {"state": state, "step": self.step, **more, **run, "updated": now()}
         with self._lock:
-            # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
+            # A late report of a stall does not replace a final state; nor does a failure after "stopped", its
+            # consequence.
             if (self._end and (state == "running" or (self._end, state) == ("stopped", "failed"))) or self._is_lost():
                 return
             write_status(self._path, content, self._rank)
@@ -139,10 +141,10 @@ class Status(Observer):
 
 @contextmanager
 def one_writer(path: Path) -> Iterator[None]:
-    """Let no other process of this host write a `status.json` between what this one reads there and writes.
+    """Lock a `status.json` against other processes of this host, while the caller reads it and then writes it.
 
-    The file is replaced, so it is its folder that is locked. Where that cannot be, or its holder is stopped, this goes
-    on without a lock: then the last word counts.
+    The lock is on the folder, since the file itself is replaced. If the folder cannot be locked within `_WAIT_S`
+    seconds, the caller goes on without a lock, and the last writer wins.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -163,11 +165,11 @@ def _has_locked(folder: int) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Read a `status.json`: at least "state" and "updated"; "started" is a text and "error" a table, where they are.
+    """Read a `status.json`. It has "state" and "updated"; "started" is a string and "error" a dict, if present.
 
     Raises:
-        OSError: there is none, it cannot be read, or is no plain file.
-        ValueError: it does not say that.
+        OSError: the file is missing, cannot be read, or is not a plain file.
+        ValueError: the content is not such a JSON object.
     """
     content = parse_json(read_plain(path))
     kinds = {"state": str, "updated": str, "started": str, "error": dict}
@@ -178,11 +180,13 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
-    """Write a `status.json`; on a full disk, an end over the old one."""
+    """Replace a `status.json`; on a full disk, write a final state over it. `rank` makes the temporary file's name
+    unique.
+    """
     text = json.dumps(redact_tree(content), indent=2) + "\n"
     try:
         write_durably(path, text, by=f".{rank}", on_disk=False)
-    except OSError:  # the run may end because the disk is full: the old file has room
+    except OSError:  # perhaps the disk is full: the old file has room
         if content["state"] == "running":
             raise
         with open(open_plain(path, os.O_RDWR), "r+", encoding="utf-8") as file:
@@ -193,5 +197,5 @@ def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
 
 
 def now() -> str:
-    """Return the time as `status.json` has it."""
+    """Return the present time, UTC, in the format of `status.json`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,7 +1,8 @@
-"""The summary of one rank's profile, `profile/rank<i>.json`, which `titanlite explain` reads.
+"""Define the summary of one rank's trace, `profile/rank<i>.json`, which `titanlite explain` reads.
 
-It has intervals by category, each collective in order, the edges of the steps and the memory at the peak. A trace of 8B
-has 100 MB; this has a few hundred kilobytes. Times are microseconds since `origin_us`, which is by the host's clock.
+It holds intervals by category, the collectives in order, start and end of each step, and the memory at its peak. It
+takes a few hundred kilobytes, where the trace of a model of 8B takes 100 MB. Times are microseconds since `origin_us`,
+by the host's clock.
 """
 
 import json
@@ -18,26 +19,26 @@ from titanlite.observe.metrics import RunError
 
 ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE = "attention", "matmul", "casts", "optimizer", "other compute"
 DEVICE_WORK = (ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE)
-"""The kinds of a device's work, in the order in which overlapping kernels have the time."""
+"""Categories of device work. Time in which kernels overlap counts for the category that comes first in this order."""
 
 VALIDATION, EVALUATION, SAVING, NUMERICS = "validation", "evaluation", "saving", "float8 numerics"
 ASIDE = (VALIDATION, EVALUATION, SAVING, NUMERICS)
-"""The work between steps."""
+"""Categories of work between steps."""
 
 DATA_WAIT, RECOMPILATION = "data wait", "recompilation"
 HOST_WORK = (*ASIDE, RECOMPILATION, DATA_WAIT)
-"""The kinds of work that a host is seen at, in the order in which it has the time."""
+"""Categories of host work in a trace. Overlapping time counts for the category that comes first in this order."""
 
 COMMUNICATION = "communication"
-"""Before the mesh axis, as in "communication dp_shard", where the category is a collective's."""
+"""Prefix of the categories of collectives; the mesh axis follows, as in "communication dp_shard"."""
 
 AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "all ranks")
-"""The last: of collectives over every rank, as for the loss."""
+"""Mesh axes of collectives. "all ranks" is for collectives over every rank, such as that of the loss."""
 
 BY_COPY_ENGINES = ", by copy engines"
-"""After the axis of collectives without NCCL, which ranks may run in another order among NCCL's."""
+"""Suffix of the axis of collectives by copy engines; ranks may order them differently relative to those of NCCL."""
 OF_EXPERTS = ", of experts"
-"""After the axis of collectives of experts' weights, where ranks share experts out: fewer ranks meet there."""
+"""Suffix of the axis of collectives of experts' weights under expert parallelism, which span fewer ranks."""
 
 _VERSION = 2
 
@@ -46,7 +47,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepEdges:
-    """When one step began and ended: on a GPU, by its kernels."""
+    """Start and end of one step. On a GPU a step ends with its last kernel, and the next one starts at this end."""
 
     step: int
     start_us: float
@@ -55,12 +56,12 @@ class StepEdges:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes at the moment of the window at which most were allocated.
+    """Memory of a rank at the moment of the traced steps at which most was allocated.
 
     Attributes:
         categories: bytes by category.
-        allocated: all of them.
-        reserved: by the caching allocator, at most; 0 on a CPU.
+        allocated: sum of the categories without fragmentation, in bytes.
+        reserved: most bytes that the caching allocator reserved; 0 on a CPU.
     """
 
     categories: Mapping[str, int]
@@ -70,18 +71,18 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The time of one rank in a few steps.
+    """Summary of one rank's trace of a few steps.
 
     Attributes:
         device: "cuda" or "cpu".
-        origin_us: microseconds since 1970 of the time 0.
-        clock_us: from the beginning of the first step until the device had done the last, by the host's own clock:
-            what the steps must add up to.
+        origin_us: start of the first step, in microseconds since 1970. All other times are relative to it.
+        clock_us: microseconds from the start of the first step until the device had finished the last, by the host's
+            clock. The steps must add up to it.
         spans: merged intervals by category.
-        groups: ranks of this one's group on each mesh axis.
-        collectives: when this rank was in each, by axis, in the order of their calls.
-        graphs: number of graphs that were compiled meanwhile.
-        forecast: bytes by category, as predicted when the run was built; empty if nothing was.
+        groups: by mesh axis, the ranks of this rank's group.
+        collectives: by axis, the interval of each collective of this rank, in the order of the calls.
+        graphs: number of graphs that were compiled during the steps.
+        forecast: bytes by category, as predicted when the run was built; empty without a prediction.
     """
 
     rank: int
@@ -99,7 +100,7 @@ class RankProfile:
     host: str = field(default_factory=socket.gethostname)
 
     def to_json(self) -> str:
-        """Return the text of the file."""
+        """Return the profile as the JSON text of its file."""
 
         def rounded(value: Any) -> Any:
             if isinstance(value, dict):
@@ -115,7 +116,7 @@ def read_profiles(run: Path) -> list[RankProfile]:
     """Read the summaries of all ranks of a run from its folder.
 
     Raises:
-        RunError: the profile lacks a rank, or a file is damaged or of another window.
+        RunError: the file of a rank is missing, damaged, or of other steps than rank 0's.
     """
     folder, fix = run / "profile", "profile the run again"
     first = _read_summary(folder / "rank0.json")

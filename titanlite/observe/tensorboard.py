@@ -1,9 +1,9 @@
-"""Write the rows of metrics.jsonl for TensorBoard. It can never end a run: the first failure becomes one warning.
+"""Write the rows of metrics.jsonl for TensorBoard. A failure never ends a run: the first one becomes a warning.
 
-A run that is restarted trains some steps again. `purge_step` has TensorBoard forget what it has read of them, in all
-files. What the last file lacks, because it could not be written or was not asked for, is written first.
+A restarted run trains some steps again. `purge_step` makes TensorBoard drop the points of these steps in all files.
+Rows that the last file lacks, because it could not be written or TensorBoard was off, are written first.
 
-TensorBoard's x axis is the step; `tokens` is an axis and no curve. A number that is NaN or infinite has no point.
+The x axis is the step, and `tokens` is not drawn. A number that is NaN or infinite has no point.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
 
 class TensorBoardFile(Observer):
-    """The file of one start, beside those of earlier ones; made on rank 0 when `metrics.tensorboard` is true. `warn` is
-    called with one text at the first failure.
+    """Writes the event file of one start of a run, beside those of earlier starts. Used on rank 0 if
+    `metrics.tensorboard` is true. `metrics`: path of metrics.jsonl. `warn` is called with a text at the first failure.
     """
 
     def __init__(self, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:
-        self._warn, self.has_failed = warn, False  # then it writes no more, for a reason that it has said
+        self._warn, self.has_failed = warn, False  # once true, nothing more is written
         self._writer: SummaryWriter | Any = None
         self._attempt(lambda: self._start(folder, metrics))
 
     def describe(self, config: Config, facts: Mapping[str, Any]) -> None:
-        """Show the config and the run's facts as texts, without secrets."""
+        """Write the config and the run's facts as two texts, without secrets."""
 
         def write() -> None:
             for name, table in {"config": toml_table(config), "run": dict(facts)}.items():
                 toml = tomli_w.dumps(redact_tree(table))
-                markdown = "".join(f"    {line}\n" for line in toml.splitlines())  # as it stands
+                markdown = "".join(f"    {line}\n" for line in toml.splitlines())  # as a code block
                 self._writer.add_text(name, markdown, self._first)
 
         self._attempt(write)
 
     def write(self, row: Row) -> None:
-        """Add one row."""
+        """Write the numbers of a row as points."""
         self._attempt(lambda: self._add(json_row(row)))
 
     def close(self, has_failed: bool = False) -> None:
-        """Close the file."""
+        """Close the file. `has_failed` is ignored."""
         with suppress(OSError):
             if self._writer is not None:
                 self._writer.close()
@@ -62,10 +62,10 @@ class TensorBoardFile(Observer):
         from torch.utils.tensorboard import SummaryWriter
 
         rows, written = read_metrics(metrics), 0
-        for path in sorted(folder.glob("events.out.tfevents.*"))[-1:]:  # it begins with the step before its rows
+        for path in sorted(folder.glob("events.out.tfevents.*"))[-1:]:  # its first event has its `purge_step`
             for event in LegacyEventFileLoader(str(path)).Load():
                 written = event.step
-        self._first = min(written, max((row["step"] for row in rows), default=0))  # the last may be validated again
+        self._first = min(written, max((row["step"] for row in rows), default=0))  # it may be validated again
         self._writer = SummaryWriter(str(folder), purge_step=self._first)
         for row in rows:
             if row["step"] >= self._first:
@@ -77,7 +77,7 @@ class TensorBoardFile(Observer):
                 self._writer.add_scalar(shown_name(key), value, row["step"])
 
     def _attempt(self, write: Callable[[], object]) -> None:
-        """Write something; if that fails, say so once, and write no more."""
+        """Call `write`. If it fails, warn, close the file and write no more."""
         if self.has_failed:
             return
         try:
@@ -92,7 +92,7 @@ class TensorBoardFile(Observer):
 
 
 def tensorboard_entry(folder: Path, file: TensorBoardFile | None = None) -> Entry:
-    """Return the receipt's entry; a file that cannot be written is told there and ends no run."""
+    """Return the receipt's entry for TensorBoard. It lists the rows as skipped if the file could not be written."""
     stopped = file is not None and file.has_failed
     skipped = (Skipped("rows", "the file cannot be written", is_told=True),) if stopped else ()
     return Entry("metrics.tensorboard", True, {"folder": str(folder)}, count=1, skipped=skipped)

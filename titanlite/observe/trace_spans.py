@@ -1,12 +1,13 @@
 """Turn the events of one rank's trace into the intervals of its summary.
 
-On a GPU intervals are kernels and copies, by their names and by where the host launched them: what was launched within
-the optimizer is the optimizer's. NCCL's kernels name their process group, which names the mesh axis. A step ends with
-the last kernel that was launched in it.
+On a GPU the intervals are those of kernels and copies. Their category follows from their name and from the host code
+that launched them: kernels launched within the optimizer count for the optimizer. NCCL's kernels carry the name of
+their process group, which determines the mesh axis. A step ends with the last kernel launched in it.
 
-On a CPU they are operators, each without its callees, in the threads that compute. Gloo's own threads say when a
-collective runs but not for whom: collectives run in the order of their calls, which FSDP's hooks or the functional
-collectives of tensor, context or expert parallelism enclose.
+On a CPU the intervals are those of operators in the computing threads, without their callees. Gloo's threads show when
+a collective runs, but not on which axis. Collectives run in the order of their calls, so each is matched with its call.
+The axis follows from the code around the call: a hook of FSDP, or a functional collective of tensor, context or expert
+parallelism.
 """
 
 import re
@@ -36,10 +37,10 @@ from titanlite.observe.step_profile import (
 )
 
 STEP = "titanlite step "
-"""Before the number, as the profiler marks each step of the loop."""
+"""Prefix of the profiler's mark of a step; the step's number follows."""
 
 COMPILED_FRAME = "_compile.compile_inner (dynamo_timed)"
-"""How torch.compile names the compilation of one graph in a trace."""
+"""Name that the compilation of one graph by torch.compile has in a trace."""
 
 _CASTS = re.compile(
     r"^_?cast_|^_transpose$|(bfloat16|float8|direct)_?copy|^triton_[a-z]+_fused__to_copy(_(to_copy|t|view|clone))*_\d+$"
@@ -47,22 +48,22 @@ _CASTS = re.compile(
 _CAST_OPERATORS = ("aten::_to_copy", "aten::to")
 _COPY_ENGINES = re.compile(r"memcpy ptop|^_add_shards$|^_?meet$", re.IGNORECASE)
 _COPY_ENGINES_MEET = re.compile(r"^_?meet$")
-_MEETS = re.compile("nccl", re.IGNORECASE)  # kernels that end when all ranks have come
+_MEETS = re.compile("nccl", re.IGNORECASE)  # kernels that end only once all ranks of their group have started them
 
 Events = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """The facts of a run that its trace does not have.
+    """Facts of a run that its trace lacks.
 
     Attributes:
-        rank: this one's, of `world`.
+        rank: index of this rank among all `world` ranks.
         device: "cuda" or "cpu".
-        axes: mesh axis by the name of its process group; with `OF_EXPERTS` where the group shards experts' weights.
-        groups: ranks of this one's group on each axis.
-        held: bytes of parameters and of the optimizer's state, by category.
-        forecast: bytes at the peak by category, as predicted.
+        axes: by name of a process group, its mesh axis, followed by `OF_EXPERTS` if it shards experts' weights.
+        groups: by mesh axis, the ranks of this rank's group.
+        held: bytes of parameters and of optimizer state, by category.
+        forecast: predicted bytes at the peak, by category.
     """
 
     rank: int = 0
@@ -75,7 +76,9 @@ class ProfiledRun:
 
 
 def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reserved: int = 0) -> RankProfile:
-    """Summarise a rank's trace, torch.profiler's JSON with a mark of each step; `clock_us` is the host's, of all."""
+    """Summarise a rank's trace, the JSON of torch.profiler with a mark for each step. `clock_us`: time of all steps by
+    the host's clock; `reserved`: most bytes that the caching allocator reserved.
+    """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     steps = (e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
     marks = sorted((*span_of(e), int(e["name"].removeprefix(STEP))) for e in steps)
@@ -87,14 +90,14 @@ def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reser
     for name, found in _of_host(events).items():
         spans.setdefault(name, []).extend(found)
     edges, start = [], origin
-    begins = [start for start, _, _ in marks[1:]]  # a step lasts until the next begins, for there is no time between
+    begins = [start for start, _, _ in marks[1:]]  # a step lasts until the next one begins
     for (_, _, step), host_end in zip(marks, [*begins, marks[-1][1]], strict=True):
         last = max(start, ends.get(step, host_end))
         edges.append(StepEdges(step, start - origin, last - origin))
         start = last
     final = edges[-1].end_us
     merged = {name: _clipped(found, origin, final) for name, found in spans.items()}
-    # What was called before the first step, as to agree on the beginning, is of no step.
+    # Collectives before the first step, such as that in which ranks agree on the start, belong to no step.
     ordered = {axis: [span for span in found if span[0] >= origin] for axis, found in collectives.items()}
     return RankProfile(
         rank=run.rank,
@@ -118,7 +121,7 @@ def _clipped(found: Iterable[Interval], origin: float, final: float) -> list[Int
 
 
 def _of_host(events: Events) -> dict[str, list[Interval]]:
-    """Return what the host was seen at: waiting for data, compiling, or on what is not of a step."""
+    """Return the host's intervals of waiting for data, of compiling, and of work between steps, by category."""
     spans: dict[str, list[Interval]] = defaultdict(list)
     for e in (e for e in events if e.get("cat") in ("user_annotation", "cpu_op")):
         name = RECOMPILATION if e["name"].endswith("(dynamo_timed)") else e["name"]
@@ -130,7 +133,9 @@ def _of_host(events: Events) -> dict[str, list[Interval]]:
 def _of_device(
     events: Events, run: ProfiledRun, marks: Sequence[tuple[float, float, int]]
 ) -> tuple[dict[str, list[Interval]], dict[str, list[Interval]], dict[int, float]]:
-    """Return the kernels by category, the collectives by axis, and when each step's last kernel ended."""
+    """Return kernels' intervals by category, collectives' intervals by axis, and the end of each step's last kernel.
+    `marks`: (start, end, step) of each step's mark.
+    """
     launches = {
         e["args"]["correlation"]: e["ts"]
         for e in events
@@ -156,11 +161,11 @@ def _of_device(
         elif kind == "communication":
             axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks(launched))
             spans[f"{COMMUNICATION} {axis.removesuffix(OF_EXPERTS)}"].append(span)
-            if _MEETS.search(e["name"]):  # in their order of launch, which all ranks share
+            if _MEETS.search(e["name"]):  # in order of launch, the same on all ranks
                 collectives[axis].append((launched, span))
             elif _COPY_ENGINES_MEET.search(e["name"]):
                 collectives[f"{axis}{BY_COPY_ENGINES}"].append((launched, span))
-        elif optimizer(launched) or kind == OPTIMIZER:  # its matmuls, too: those that orthogonalise
+        elif optimizer(launched) or kind == OPTIMIZER:  # also the matmuls that orthogonalise updates
             spans[OPTIMIZER].append(span)
         elif kind in (ATTENTION, MATMUL):
             spans[kind].append(span)
@@ -171,7 +176,7 @@ def _of_device(
 
 
 def _axis_of_kernel(name: str, args: Mapping[str, Any], axes: Mapping[str, str]) -> str | None:
-    """Return the mesh axis of a kernel that communicates, as it says itself."""
+    """Return a communication kernel's mesh axis by its process group or its name; None if neither determines it."""
     if (group := str(args.get("Process Group Name"))) in axes:
         return axes[group]
     described = str(args.get("Process Group Description", "")).removeprefix("mesh_")
@@ -181,7 +186,7 @@ def _axis_of_kernel(name: str, args: Mapping[str, Any], axes: Mapping[str, str])
 
 
 def _axis_of_caller(name: str, is_fsdp: bool) -> str:
-    """Return the axis of a collective that does not say it, from who called it."""
+    """Return a collective's mesh axis by its name and caller. `is_fsdp`: a hook of FSDP called it."""
     if is_fsdp:
         return "dp_replicate" if re.search("all_?reduce", name, re.IGNORECASE) else "dp_shard"
     return "all ranks"
@@ -190,7 +195,7 @@ def _axis_of_caller(name: str, is_fsdp: bool) -> str:
 def _of_cpu(
     trace: Mapping[str, Any], events: Events, run: ProfiledRun
 ) -> tuple[dict[str, list[Interval]], dict[str, list[Interval]], dict[int, float]]:
-    """Return the operators by category and the collectives by axis; a CPU ends its steps where the host does."""
+    """Return operators' intervals by category and collectives' by axis; {}, as a step's end is that of its mark."""
     of_gloo = [e for e in events if e["name"].startswith("gloo:")]
     running, threads = sorted(map(span_of, of_gloo)), {e["tid"] for e in of_gloo}
     called = [e for e in events if e["name"].startswith("c10d::") and e.get("tid") not in threads]
@@ -218,12 +223,12 @@ def _of_cpu(
 
 
 def _within_marks(events: Events, name: str) -> Callable[[float], bool]:
-    """Return what says of a time whether it lies within a mark whose name begins so: the trainer's, or FSDP's hooks."""
+    """Return a function that tests whether a time lies within a user annotation whose name begins with `name`."""
     return _within(span_of(e) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(name))
 
 
 def _within(intervals: Iterable[Interval]) -> Callable[[float], bool]:
-    """Return what says of a time whether it lies within one of some intervals."""
+    """Return a function that tests whether a time lies within one of the intervals."""
     merged = merge_spans(intervals)
     starts = [start for start, _ in merged]
 
