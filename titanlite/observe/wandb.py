@@ -1,13 +1,13 @@
-"""Show the rows of metrics.jsonl on a page of Weights & Biases. It can never end or delay a run.
+"""Show the rows of metrics.jsonl on a page of Weights & Biases, without any risk that wandb ends or delays training.
 
-wandb runs in a process of its own (`wandb_process.py`), which follows metrics.jsonl. So the file is the queue: nothing
-of wandb's (its import, its start, a service that hangs) happens in the process that trains, and if that process alone
-is killed the run is still finished. The first failure becomes one warning, and from then on nothing more is sent. If
-the server cannot be reached at the start, the run is recorded offline instead, and `wandb sync` sends it later. Only
-the end is waited for, and not for long.
+wandb runs in a separate process (`wandb_process.py`), which reads new rows from metrics.jsonl. The training process
+never imports wandb and never waits for its start or its service. If the training process alone is killed, wandb's
+process still finishes the run on the page. The first failure becomes one warning, after which nothing more is sent. If
+the server cannot be reached at the start, the run is recorded offline, and `wandb sync` can send it later. Only at its
+end does training wait for wandb's process, for a limited time.
 
-A run that is restarted keeps its id (`wandb/run_id` in the run's folder), and each start sends all rows of the file
-again: wandb shows what is recorded.
+A restarted run keeps its id (`wandb/run_id` in the run's folder). Each start sends all rows of the file again, so that
+the page shows exactly the rows of metrics.jsonl.
 """
 
 import configparser
@@ -34,17 +34,17 @@ from titanlite.observe.metrics import Row
 from titanlite.observe.observer import Observer
 from titanlite.redact import redact, redact_tree
 
-_INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
-_FINISH_TIMEOUT_S = 60.0  # the rest is on disk
-_END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # then its process is killed
-_HOSTS = "api.wandb.ai", "api.forge.coreweave.com"  # of its own server, by version
-_ROOT = Path(__file__).parents[2]  # where titanlite is, of which the process imports little
+_INIT_TIMEOUT_S = 30.0  # for reaching the server, else the run is recorded offline
+_FINISH_TIMEOUT_S = 60.0  # for sending the last rows; unsent ones remain on disk
+_END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # wait for wandb's process to end before it is killed
+_HOSTS = "api.wandb.ai", "api.forge.coreweave.com"  # of wandb's public server, by wandb's version
+_ROOT = Path(__file__).parents[2]  # the folder from which wandb's process imports titanlite
 _PROCESS = "import sys; sys.path.insert(0, sys.argv[1]); from titanlite.observe.wandb_process import main; main()"
 
 
 class WandbRun(Observer):
-    """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off". `warn` is called with
-    one text at the first failure; the facts are beside the sections of the config in wandb's.
+    """Sends this run to Weights & Biases. Made on rank 0, unless `metrics.wandb` is "off". `warn` is called with a text
+    at the first failure. `facts` go into wandb's config, beside the sections of titanlite's config.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class WandbRun(Observer):
         self._warn, self._mode = warn, config.metrics.wandb
         self._rows = self._taken = 0
         self._failed = self._started = False
-        self._heard = b""  # of a report that is not complete
+        self._heard = b""  # start of an incomplete report
         self._process: subprocess.Popen[bytes] | None = None
         try:
             own = folder / "wandb"
-            own.mkdir(parents=True, exist_ok=True)  # or wandb writes to a temporary folder
+            own.mkdir(parents=True, exist_ok=True)  # without it wandb uses a temporary folder
             work = {
                 "id": _run_id(own),
                 "folder": str(folder.resolve()),
@@ -84,7 +84,7 @@ class WandbRun(Observer):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C is for the process that trains
+                start_new_session=True,  # so that Ctrl-C reaches training alone
             )
         except OSError as error:
             self._fail("start", str(error))
@@ -96,13 +96,15 @@ class WandbRun(Observer):
         self._tell(json.dumps(work))
 
     def write(self, row: Row) -> None:
-        """Count a row, which its process takes from metrics.jsonl; warn of what has failed meanwhile. Never waits."""
+        """Count a row, which wandb's process reads from metrics.jsonl, and warn of a failure. Never waits."""
         self._rows += 1
         if self._process is not None and not self._failed:
             self._hear(self._process.poll())
 
     def close(self, has_failed: bool = False) -> None:
-        """Have what is left sent, and end; waits 15 seconds at most, and 75 online, and 30 more if it still starts."""
+        """Let wandb's process send the remaining rows and end. Waits at most 15 seconds offline and 75 online, and 30
+        more if wandb is still starting. `has_failed`: training ended with an error.
+        """
         process, self._process = self._process, None
         if process is None:
             return
@@ -115,21 +117,21 @@ class WandbRun(Observer):
             self._hear(None)
             self._fail("finish", f"no end within {limit:g} s")
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # not even that ends a process that waits for a dead disk
+            with suppress(subprocess.TimeoutExpired):  # even a killed process may wait for a dead disk
                 process.wait(1.0)
         self._commands.close()
         self._reports.close()
 
     def _tell(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # it has ended, and its reports say of what
+        with suppress(BrokenPipeError):  # wandb's process has ended, and has reported why
             self._commands.write(line.encode() + b"\n")
 
     def _hear(self, ended: int | None) -> None:
-        """Take up what its process has reported; `ended` with which exit code, None if it goes on."""
-        while more := self._reports.read(65536):  # None where there is nothing now
+        """Handle the new reports of wandb's process. `ended`: its exit code, or None while it runs."""
+        while more := self._reports.read(65536):  # None if there is nothing to read
             self._heard += more
         *reports, self._heard = self._heard.split(b"\n")
-        for report in (json.loads(line) for line in reports if line.startswith(b"{")):  # anything may print to it
+        for report in (json.loads(line) for line in reports if line.startswith(b"{")):  # skip other prints
             self._started = self._started or "started" in report
             self._taken = report.get("taken", self._taken)
             if why := report.get("online_failed"):
@@ -140,7 +142,7 @@ class WandbRun(Observer):
             self._fail("go on", f"its process ended with {ended}")
 
     def _fail(self, what: str, why: str) -> None:
-        """Say so once."""
+        """Warn of the first failure: `what` could not be done, for the reason `why`."""
         if self._failed:
             return
         self._failed = True
@@ -148,13 +150,13 @@ class WandbRun(Observer):
         self._say(f"cannot {what} ({_brief(why)}); {taken}; metrics.jsonl has every row")
 
     def _say(self, text: str) -> None:
-        """Warn, unless the disk that the log is on has no room for it."""
+        """Call `warn` with a text; ignore an OSError, as from a log on a full disk."""
         with suppress(OSError):
             self._warn(f"wandb: {text}")
 
 
 def has_login() -> bool:
-    """Return whether wandb finds a key for its server where it looks for one: the environment, netrc, its settings."""
+    """Return whether a key for wandb's server is where wandb reads one: in the environment, netrc or its settings."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     own = configparser.ConfigParser(interpolation=None)
@@ -172,11 +174,11 @@ def has_login() -> bool:
 
 
 def _run_id(folder: Path) -> str:
-    """Return this run's id: made at its first start, and again where it was cut off or what was sent is not known."""
+    """Return the run's id from its file. A new one is made at the first start, if it is damaged, or without `lines`."""
     path = folder / "run_id"
     known = ""
     with suppress(FileNotFoundError):
-        os.close(open_plain(folder / "lines", os.O_RDWR))  # as the process does
+        os.close(open_plain(folder / "lines", os.O_RDWR))  # as wandb's process opens it
         known = read_plain(path).decode(errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{8}", known):
         known = secrets.token_hex(4)
@@ -185,5 +187,5 @@ def _run_id(folder: Path) -> str:
 
 
 def _brief(text: str) -> str:
-    """Return the start of another's message, redacted."""
+    """Return the first 200 characters of a message, with secrets redacted."""
     return redact(text)[:200]

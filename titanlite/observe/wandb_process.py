@@ -1,22 +1,22 @@
-"""Talk to Weights & Biases in a process that follows metrics.jsonl, so that training waits for nothing of wandb's.
+"""Send a run to Weights & Biases from a separate process that reads metrics.jsonl: training never waits for wandb.
 
-What to do comes as one line of JSON on standard input; the next line is the exit code of training, and the end of the
-input without one says that training was killed. What it reports goes to standard output, one JSON object a line:
+The first line of standard input is the task, as JSON. The next line is the exit code of training; if the input ends
+without it, training was killed. The process reports to standard output, with one JSON object per line:
 `{"started": mode}`, `{"taken": rows}`, `{"online_failed": why}` or `{"failed": [what, why]}`.
 
-The run in wandb is the recorded one: each row of metrics.jsonl once, whatever was offline, lost or sent twice. The
-server keeps a run's rows as numbered lines, and a line that is sent again replaces what was there. So every start sends
-the whole file from line 0 on, and one folder of wandb's holds all of the run; older ones are removed, for somebody may
-sync them later. After these rows come empty lines, as many as were ever sent beyond them: rows that a crash lost, whose
-steps are trained again. `lines` has the time of each row that was sent, and nothing for an empty line; what is added to
-it is on disk before it is sent.
+The run in wandb has each row of metrics.jsonl exactly once, even if rows were recorded offline, lost or sent twice. The
+server keeps a run's rows as numbered lines, and a line that is sent again replaces the old one. So every start sends
+all rows from line 0 on. One local folder of wandb then holds the complete run. Older folders are removed, because
+`wandb sync` would send their outdated lines. If more lines were sent before, of rows that a crash lost, empty lines
+replace the surplus. The file `lines` has the time at which each row was sent, and an empty line for each empty line. A
+time is on disk before its row is sent.
 
-wandb is given as little as needed: the config (without its secrets), the receipt and a chosen save-list, the rows, at
-the end a mixture's heat map, and the machine's load. Not the command line, the environment, the git remote (which may
-hold a token), the source or the installed packages.
+wandb gets no more than its page needs: the config (without its secrets), the receipt, a chosen save-list, the rows, a
+heat map of a mixture's experts at the end, and the load of the machine. It does not get the command line, the
+environment, the git remote (which may hold a token), the source or the installed packages.
 
-A row's numbers have the names of `metric_table.py`. wandb has no null: the keys of numbers that were not finite are in
-the row's `_null`, so that the row can be read back as it was.
+Numbers have the names in `metric_table.py`. wandb has no null: `_null` lists the keys of numbers that were not finite,
+so that the row can be restored.
 """
 
 import fcntl
@@ -37,27 +37,27 @@ from titanlite.observe.metric_table import AXES, shown_name
 if TYPE_CHECKING:
     import wandb
 
-_FILES = ("receipt.json", "activation_checkpoint.toml")  # of the run's folder, which wandb keeps beside its config.toml
-_LOOK_S = 0.5  # how often for new rows, and for files that have changed
+_FILES = ("receipt.json", "activation_checkpoint.toml")  # files of the run's folder, sent beside config.toml
+_LOOK_S = 0.5  # between checks for new rows and changed files
 
 
 def main() -> None:
-    """Start or go on with a run, send rows until training ends, finish."""
+    """Start or continue the run in wandb, send rows until training ends, and finish the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # rows come until training ends; wandb's service has handlers of its own
+        signal.signal(number, lambda *_: None)  # rows come until training ends; not inherited by wandb's service
     commands = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered: `select` must see what is not read yet
     reports = os.dup(1)
-    os.dup2(2, 1)  # what wandb prints is no report
+    os.dup2(2, 1)  # prints of wandb go to stderr, not among the reports
 
     def say(**what: object) -> None:
-        with suppress(BrokenPipeError):  # of a process that was killed
+        with suppress(BrokenPipeError):  # the training process was killed
             os.write(reports, json.dumps(what).encode() + b"\n")
 
     work = json.loads(commands.readline())
     Thread(target=_end_after, args=(work["trainer"], work["end_s"]), daemon=True).start()
     doing = "start"
     try:
-        rows = os.fdopen(os.open(work["metrics"], os.O_RDONLY), "rb")  # once: the next start writes another file there
+        rows = os.fdopen(os.open(work["metrics"], os.O_RDONLY), "rb")  # once: a restart replaces the file
         kept = rows.read(work["kept_bytes"]).splitlines()
         lines, times, lost = _open_lines(Path(work["folder"], "wandb/lines"), len(kept))
         run = _start_or_offline(work, say)
@@ -74,13 +74,13 @@ def main() -> None:
         import wandb
 
         wandb.teardown()
-    except BaseException as error:  # wandb's own exits, too
+    except BaseException as error:  # also SystemExit, which wandb raises
         say(failed=[doing, _first_line(error)])
-        os._exit(1)  # not by way of wandb's hooks, which wait for its service
+        os._exit(1)  # skips wandb's exit hooks, which wait for its service
 
 
 def _end_after(trainer: int, seconds: float) -> None:
-    """End this process some time after training was killed, whatever wandb waits for."""
+    """End this process `seconds` after the end of the process `trainer`, even if wandb is still waiting."""
     while os.getppid() == trainer:
         time.sleep(_LOOK_S)
     time.sleep(seconds)
@@ -88,23 +88,25 @@ def _end_after(trainer: int, seconds: float) -> None:
 
 
 def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
-    """Open the file of lines; return it, when each kept row was sent, and how many empty lines follow these."""
+    """Open the file `lines`; return its descriptor, the send times of the `kept` first rows, and the number of empty
+    lines that follow them.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
-    marks = [_sent_at(line) for line in path.read_bytes().split(b"\n")[:-1]]  # a line that was cut off was not sent
+        fcntl.flock(file, fcntl.LOCK_EX)  # wait for an earlier start's process, which may still send rows
+    marks = [_sent_at(line) for line in path.read_bytes().split(b"\n")[:-1]]  # an incomplete line's row was not sent
     times = [mark for mark in marks if mark is not None][:kept]
-    times += [time.time()] * (kept - len(times))  # of starts without wandb
+    times += [time.time()] * (kept - len(times))  # rows of starts without wandb: the present time
     lost = max(0, len(marks) - kept)
     text = "".join(f"{mark}\n" for mark in [*times, *[""] * lost])
-    os.pwrite(file, text.encode(), 0)  # no fewer lines at any instant
+    os.pwrite(file, text.encode(), 0)  # overwritten in place: never has fewer lines
     os.ftruncate(file, os.lseek(file, len(text), os.SEEK_SET))
     os.fsync(file)
     return file, times, lost
 
 
 def _sent_at(line: bytes) -> float | None:
-    """Return when a row was sent; None for an empty line, and for one that is damaged: it was sent all the same."""
+    """Return the send time in a line of `lines`; None if the line is empty or damaged, which also counts as sent."""
     try:
         return float(line)
     except ValueError:
@@ -112,7 +114,7 @@ def _sent_at(line: bytes) -> float | None:
 
 
 def _row(line: bytes, sent_at: float) -> dict[str, Any]:
-    """Make the row that wandb gets: names in groups, no null values, and the time when it was sent."""
+    """Return the row to send for a line of metrics.jsonl: names with sections, no null values, and its send time."""
     given = json.loads(line)
     row = {shown_name(key): value for key, value in given.items() if value is not None}
     null = [key for key, value in given.items() if value is None]
@@ -120,14 +122,14 @@ def _row(line: bytes, sent_at: float) -> dict[str, Any]:
 
 
 def _remove_older(run: "wandb.Run", work: dict[str, Any]) -> None:
-    """Remove what wandb wrote at earlier starts, and in an attempt to get online: this start's has all of it."""
+    """Remove wandb's folders of earlier starts and of a failed online attempt: this start's folder has all rows."""
     for folder in Path(work["folder"], "wandb").glob(f"*run-*-{work['id']}"):
         if not Path(run.dir).is_relative_to(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_or_offline(work: dict[str, Any], say: Any) -> "wandb.Run":
-    """Start wandb in the mode asked for; offline if the server cannot be reached."""
+    """Start wandb in the configured mode, or offline if the server cannot be reached. `say` reports the mode."""
     mode, online_failed = work["config"]["metrics"]["wandb"], None
     try:
         run = _start(work, mode)
@@ -141,12 +143,12 @@ def _start_or_offline(work: dict[str, Any], say: Any) -> "wandb.Run":
 
 
 def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.Run":
-    """Start wandb in one mode, saying nothing and sending only what we log."""
+    """Start wandb in the given mode, without prints, and collecting nothing on its own but the machine's load."""
     import wandb
 
-    # A failed attempt leaves its id "in use" in wandb's service process, and a silent setting holds only from here.
+    # A failed attempt leaves its id "in use" in wandb's service until a teardown. The setting `silent` must follow it.
     wandb.teardown()
-    for name in ("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"):  # it would begin at another line than 0
+    for name in ("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"):  # with these it would not begin at line 0
         os.environ.pop(name, None)
     wandb.setup(wandb.Settings(silent=True))
     asked = work["config"]["metrics"]
@@ -171,7 +173,7 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
             x_stats_pid=work["trainer"],
             program="",
             init_timeout=work["init_timeout_s"],
-            login_timeout=1.0,  # there is nobody to ask for a key
+            login_timeout=1.0,  # do not ask for a key: nobody can answer
             finish_timeout=work["finish_timeout_s"],
             finish_timeout_raises=True,
         ),
@@ -183,17 +185,17 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
 
 
 def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
-    """Send each row that is added to the file, until training says how it ended or is gone; return its exit code."""
+    """Send each row that is added to the file until training ends; return its exit code, or 1 if it was killed."""
     at, taken, files = work["kept_bytes"], 0, dict[str, tuple[int, int]]()
     while True:
         ended = bool(select.select([commands], [], [], _LOOK_S)[0])
-        gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
+        gone = os.getppid() != work["trainer"]  # another process may still hold the pipe open
         rows.seek(at)
         found = rows.read()
-        if new := found[: found.rfind(b"\n") + 1].splitlines(keepends=True):  # whole lines
+        if new := found[: found.rfind(b"\n") + 1].splitlines(keepends=True):  # complete lines
             now = time.time()
             os.write(lines, f"{now}\n".encode() * len(new))
-            os.fsync(lines)  # what is sent next is not to be forgotten in a power cut
+            os.fsync(lines)  # before the rows are sent, so that a power cut loses no count of sent rows
             for row in new:
                 run.log(_row(row, now))
             at, taken = at + sum(map(len, new)), taken + len(new)
@@ -204,14 +206,14 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], 
 
 
 def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[int, int]]) -> None:
-    """Give wandb the config, and the run's files that have changed: the receipt is written at the first step."""
+    """Send the config once, and each of the run's files when it changes. `sent`: (mtime in ns, size) by name."""
     own = Path(run.dir)
     if not sent:
         (own / "config.toml").write_text(work["config_toml"], encoding="utf-8")
         run.save(str(own / "config.toml"), base_path=run.dir, policy="now")
         sent["config.toml"] = 0, 0
     for name in _FILES:
-        with suppress(OSError):  # not there yet
+        with suppress(OSError):  # not written yet
             found = os.stat(Path(work["folder"], name))
             if sent.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
                 shutil.copyfile(Path(work["folder"], name), own / name)
@@ -220,7 +222,7 @@ def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[in
 
 
 def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
-    """Give wandb the heat map of a mixture's experts in the run's summary, which takes none of its lines."""
+    """Send the heat map of a mixture's experts in the run's summary, where it takes no line of the history."""
     if not path.is_file():
         return
     try:
@@ -233,7 +235,7 @@ def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
             if rows:
                 draw_heat_map({run.name or "": rows}, Path(folder, "experts.png"))
                 run.summary["experts/heat_map"] = wandb.Image(str(Path(folder, "experts.png")))
-    except Exception as error:  # no reason not to finish
+    except Exception as error:  # the run is finished all the same
         say(failed=["draw the experts", _first_line(error)])
 
 

@@ -1,18 +1,18 @@
-"""End a run that hangs, and say where it hung.
+"""End a run that hangs, and report where it hung.
 
-A collective that one rank never enters, a dead disk or a deadlock leaves a run silent until somebody looks. The
-training loop reports progress; a thread watches the time since the last report. When it exceeds the limit, the stack of
-every Python thread goes to stderr and to the rank's log, with the step and phase, and the process ends with code 1, so
-that the launcher ends the other ranks or restarts them all.
+A collective that one rank never enters, a dead disk or a deadlock makes a run hang without a message. The training loop
+reports its progress, and a watchdog thread watches the time since the last report. When this time exceeds the limit,
+the thread writes the stacks of all Python threads, with step and phase, to stderr and to the rank's log. Then it ends
+the process with code 1, so that the launcher ends or restarts all ranks.
 
-Earlier, and not if steps are as slow as that, all ranks say where they are (`stall_report.py`).
+After half of the limit, unless steps take that long, all ranks report where they are (`stall_report.py`).
 
-This clock ends a run, not NCCL's or gloo's: it stops while the process is stopped. A scheduler that suspends a
-job for an hour has not hung it, but a library finds its timers run out.
+The watchdog's clock stops while the process is suspended; those of NCCL and gloo do not, so their timeouts are not
+used. A job that a scheduler suspends for an hour does not hang, but the timers of a library would expire.
 
-Stacks of a C++ hang end at the Python line that called into it, which names the collective. If native code never gives
-the interpreter back, this thread cannot run either; the process beside this one (`guard.py`) then hears nothing of it,
-and ends this one. `os._exit` is used because a regular exit would wait for the very thread that hangs.
+If C++ code hangs, the stack ends at the Python line that called it, which names the collective. If native code never
+releases the interpreter lock, the watchdog thread cannot run either. Then the guard process (`guard.py`) receives no
+sign of life and kills the rank. The watchdog uses `os._exit`, as a regular exit would wait for the thread that hangs.
 """
 
 import contextlib
@@ -33,37 +33,38 @@ from titanlite.observe.status import Status
 from titanlite.redact import redact
 
 STALL_REPORT_SHARE = 0.5
-"""Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
+"""Share of the limit after which ranks report where they are: early enough for all answers before the run ends."""
 _LOOK_S = 1.0
-_LAST_WORDS_S = 10.0  # for the status, which may hang on the same disk as the run
+_LAST_WORDS_S = 10.0  # for writing the status, perhaps to the disk on which the run hangs
 
 
 class _Seen(NamedTuple):
-    """One tuple, so that the thread sees a change as a whole."""
+    """The last progress report and the limit, in one tuple, so that the watchdog thread reads both consistently."""
 
-    since: float  # the last report
-    limited: float  # when the limit was set
+    since: float  # time of the last report
+    limited: float  # time at which the limit was set
     timeout_s: float
     step: int
     phase: str
 
 
 class _Clock:
-    """Time without reports, except that in which this process was stopped; read by one thread, at each of its looks.
+    """Measures the time since the last progress report, without intervals in which the process was suspended (SIGSTOP).
 
-    A process that is woken may report before that thread has seen for how long it was stopped.
+    Only the watchdog thread calls it, at each check. When a suspended process continues, it may report progress before
+    that thread has measured how long it was suspended.
     """
 
     def __init__(self, seen: _Seen, now: float) -> None:
         self._last, self._looked = seen, now
-        self._still_s = 0.0  # since the last report
-        self.longest_s = 0.0  # between two reports under this limit, up to the time between two looks more
+        self._still_s = 0.0  # suspended since the last report
+        self.longest_s = 0.0  # longest time between two reports under this limit; may include one interval of checks
 
     def idle_s(self, seen: _Seen, now: float) -> float:
-        """Return the time since the last report."""
-        # Whoever keeps this thread waiting for longer than twice its time has stopped the process.
+        """Return the time from the last report, in `seen`, until `now`, without time in which it was suspended."""
+        # If this thread had to wait for more than twice its interval, the process was suspended.
         stopped_s = max(0.0, now - self._looked - 2 * _LOOK_S)
-        is_before = now - seen.since < stopped_s  # the last report
+        is_before = now - seen.since < stopped_s  # suspended before the last report
         if seen.since != self._last.since:
             spent_s = seen.since - self._last.since - self._still_s - is_before * stopped_s
             self.longest_s, self._still_s = max(self.longest_s, spent_s), 0.0
@@ -75,10 +76,10 @@ class _Clock:
 
 
 class Watchdog:
-    """Watches one rank. Use as a context manager around the training loop.
+    """Ends the process of a rank that makes no progress. Use as a context manager around the training loop.
 
-    Before the process is ended, `is_excused` is called with the limit, and returns whether it goes on: another rank
-    waits for data that is being made. The guard ends this process when the watchdog cannot.
+    Before it ends the process it calls `is_excused` with the limit in seconds. If the result is True, the process
+    continues, as another rank waits for data in preparation. `guard` ends the process if the watchdog cannot.
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class Watchdog:
         self._log.close()
 
     def progress(self, step: int, phase: str) -> None:
-        """Report that a step is being made, and the phase of it that begins, as "data". Costs nothing."""
+        """Report progress: a phase of a step begins, such as "data". Takes next to no time."""
         self._seen = self._seen._replace(since=time.monotonic(), step=step, phase=phase)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the longest time without progress; after half of it, and twice any step's, ranks say where they are."""
+        """Set the longest time without progress. After half of it, but no less than twice the longest time between two
+        reports so far, ranks report where they are.
+        """
         now = time.monotonic()
         self._seen = self._seen._replace(since=now, limited=now, timeout_s=seconds)
 
@@ -150,7 +153,7 @@ class Watchdog:
                     self._status.stalled(text)
 
     def _write(self, text: str, stacks: bool = False) -> None:
-        """Write to stderr and to the rank's log, to each even if the other takes nothing."""
+        """Write a text to stderr and to the rank's log, to each even if the other fails; `stacks`: with all stacks."""
         for file in (sys.__stderr__, self._log):
             with contextlib.suppress(OSError, ValueError):
                 if file is not None:
