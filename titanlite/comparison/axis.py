@@ -1,8 +1,9 @@
-"""Choose the limits of an axis by the values that matter, not by the largest.
+"""Choose the limits of a chart's y axis such that a few extreme values do not hide the differences between the rest.
 
-A training loss begins at 12 and ends at 3, and an axis from 0 to 12 would show no difference between two runs. So the
-first 2 % of the run do not count, and of the rest the 1st to the 95th percentile is shown, and what is beyond these if
-it adds no more than half of their range at its end. `page/fit.js` has the same rule for the page.
+A training loss may begin at 12 and end at 3, and an axis from 0 to 12 would show no difference between two runs. So the
+first 2 % of the run are ignored, and the axis covers the 1st to the 95th percentile of the other values. At each end it
+also covers the values beyond, if they add no more than half of that range. `page/fit.js` has the same rule for the HTML
+report.
 """
 
 import math
@@ -12,20 +13,20 @@ import numpy as np
 
 from titanlite.comparison.curves import Values
 
-_START = 0.02  # of the run, which does not count
+_START = 0.02  # share of the run, from its beginning, that is ignored
 _LOW, _HIGH, _MORE = 0.01, 0.95, 0.5
-_FEW = 50  # values, up to which all are shown
+_FEW = 50  # up to this number of values, all are shown
 _MARGIN = 0.05
 
 
 def fitted_limits(lines: Sequence[tuple[Values, Values]], left: float, right: float, end: float) -> tuple[float, float]:
-    """Return the lower and upper limit of an axis.
+    """Return the lower and upper limit of the y axis.
 
     Args:
         lines: x and y of each line, [n]; NaN where there is no value.
-        left: the least x that is visible.
-        right: the greatest.
-        end: the greatest x of all lines.
+        left: least visible x.
+        right: greatest visible x.
+        end: greatest x of all lines.
     """
     after = _START * end if right > 2 * _START * end else -math.inf
     shown = [y[(x >= max(left, after)) & (x <= right) & np.isfinite(y)] for x, y in lines]

@@ -1,10 +1,11 @@
-"""Make curves of the rows of runs: each metric with a line per run, over steps, tokens and time, and packed for a page.
+"""Turn the rows of runs into curves: per metric one line per run, over steps, tokens and time, packed for the report.
 
-A line of many thousand points is wider than any screen. It is cut into pieces of 2, 4, 8, … rows, and of each piece the
-mean, the least and the greatest value are kept: a mean, unlike a choice of points, leaves a smoothed curve where it
-was, and the extremes keep each spike. Pieces of powers of two end at equal steps in runs of unequal length.
+A line of many thousand points is wider than any screen. So it is cut into pieces of 2, 4, 8, … rows, and the mean, the
+least and the greatest value of each piece are kept. Unlike a choice of points, the means leave a smoothed curve in
+place, and the extremes keep each spike. As the lengths are powers of two, pieces end at the same steps in runs of
+different length.
 
-Time is training time: the sum of the steps' `seconds`, in which validations and checkpoints do not count.
+Time is training time, the sum of the steps' `seconds`, without validations and checkpoints.
 """
 
 import base64
@@ -20,38 +21,38 @@ from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metric_table import METRICS
 
 Values = NDArray[np.float64]
-LONGEST = 4_000  # values of a line, up to which it is kept whole
+LONGEST = 4_000  # a line of up to this number of values is not cut
 DIFFERENCE = "loss difference"
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; yellow is left out, it is lost on white.
+# Okabe and Ito's palette, which colour-blind readers can distinguish, without yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ((), (8, 4), (2, 3))  # of lines 1 to 7, 8 to 14, 15 to 21; then they repeat
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's values of one metric, and where they lie on the axes. Arrays are [n]."""
+    """One run's values of one metric, with their steps, tokens and times. Arrays are [n]."""
 
-    run: int  # its number in the comparison
+    run: int  # index in the comparison
     steps: Values
-    tokens: Values  # trained on until then
-    seconds: Values | None  # of training until then; None where the run's steps do not say how long they took
+    tokens: Values  # trained on up to each step
+    seconds: Values | None  # of training up to each step; None if the run's rows lack the time per step
     values: Values  # NaN where a value was not finite
 
 
 @dataclass(frozen=True)
 class Chart:
-    """The values of one metric of all runs that have it."""
+    """One metric, with a line for each run that logged it."""
 
-    name: str  # as in metrics.jsonl
-    group: str  # of charts
-    label: str  # what it is, with its unit
+    name: str  # key in metrics.jsonl
+    group: str  # the group of charts that it belongs to
+    label: str  # description, with the unit
     is_noisy: bool  # whether smoothing helps
-    lines: list[Curve]  # at most one a run
+    lines: list[Curve]  # at most one per run
 
 
 def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
-    """Collect every metric that a run has logged, declared ones first, and differences of the losses from the first."""
+    """Return a chart for each metric that a run logged, declared ones first, and one of loss differences from run 0."""
     grouped = [key for key, metric in METRICS.items() if metric.group]
     in_order = [name for key in grouped for name in ((key, DIFFERENCE) if key == "loss" else (key,))]
     lines: dict[str, list[Curve]] = {name: [] for name in in_order}
@@ -62,7 +63,7 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
                 if key not in ("step", "tokens") and (value is None or isinstance(value, int | float)):
                     by_metric.setdefault(key, []).append(row)
         groups = [key for key in by_metric if key.startswith("grad_norm.")]
-        if "grad_norm" in by_metric and len(groups) == 1:  # it is of all parameters: the same line
+        if "grad_norm" in by_metric and len(groups) == 1:  # the only group has all parameters: the same line
             del by_metric[groups[0]]
         clock = _clock(record)
         for key, rows in by_metric.items():
@@ -74,24 +75,28 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tuple[Values, Values]:
-    """Return [n] tokens, ascending, at which both runs logged a finite value of a metric, and [n] their differences."""
+    """Return the token counts [n], ascending, at which both runs logged a finite value of `metric`, and the differences
+    of these values, `record` less `first`, [n].
+    """
     found = differences_from(*(_curve(0, run.steps, metric, None) for run in (record, first)))
     known = np.isfinite(found.values)
     return found.tokens[known], found.values[known]
 
 
 def rows_a_piece(rows: int) -> int:
-    """Return the length of the pieces of a line, a power of two; 1 if it is drawn whole."""
-    return 1 if rows <= LONGEST else 2 ** math.ceil(math.log2(3 * rows / LONGEST))  # a piece has three values
+    """Return into pieces of how many rows a line of `rows` rows is cut: a power of two, or 1 if it is not cut."""
+    return 1 if rows <= LONGEST else 2 ** math.ceil(math.log2(3 * rows / LONGEST))  # three values are kept per piece
 
 
 def thin(line: Curve) -> tuple[int, Curve, Values, Values]:
-    """Return rows a piece (1: whole), the pieces' mean places and values, and their least and greatest, NaN if none."""
+    """Cut a line into pieces. Returns the rows per piece (1: not cut), the curve of the pieces' means, and each piece's
+    least and greatest value, NaN if it has no finite value.
+    """
     size = rows_a_piece(len(line.values))
     if size == 1:
         return 1, line, line.values, line.values
 
-    def cut(values: Values) -> Values:  # [n / size, size], the last row filled up with NaN
+    def cut(values: Values) -> Values:  # [n / size, size], the last row padded with NaN
         filled = np.full(math.ceil(len(values) / size) * size, math.nan)
         filled[: len(values)] = values
         return filled.reshape(-1, size)
@@ -109,19 +114,19 @@ def thin(line: Curve) -> tuple[int, Curve, Values, Values]:
 
 
 def packed(values: Values, kind: str = "f4") -> str:
-    """Write numbers as base64 of little-endian floats."""
+    """Encode numbers as base64 of little-endian floats. `kind`: their numpy type, "f4" or "f8"."""
     return base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
 
 
 def differences_from(line: Curve, first: Curve) -> Curve:
-    """Subtract the first run's values at equal numbers of tokens, of which there may be none."""
+    """Return the curve `line` less `first` at the token counts that both have. It may be empty."""
     tokens, ours, its = np.intersect1d(line.tokens, first.tokens, return_indices=True)
     seconds = None if line.seconds is None else line.seconds[ours]
     return Curve(line.run, line.steps[ours], tokens, seconds, line.values[ours] - first.values[its])
 
 
 def tokens_in_words(tokens: float, form: str = ".1f") -> str:
-    """Write a count of tokens as people say it: 2.0 B."""
+    """Format a number of tokens with a unit (T, B, M or k), as "2.0 B". `form`: format of the number."""
     for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if tokens >= size:
             return f"{tokens / size:{form}}{name}"
@@ -140,7 +145,7 @@ def _chart(name: str, lines: list[Curve], first: str) -> Chart:
 
 
 def _clock(record: RunRecord) -> tuple[Values, Values] | None:
-    """Return steps, and the seconds of training until then; None if a row lacks the time per step."""
+    """Return the logged steps, after 0, and the seconds of training up to each; None if a step lacks its time."""
     rows = record.steps
     if not rows or any(not isinstance(row.get("seconds"), int | float) for row in rows):
         return None
@@ -156,7 +161,7 @@ def _curve(run: int, rows: Sequence[dict[str, Any]], key: str, clock: tuple[Valu
 
 
 def _mean_of_rows(pieces: Values) -> Values:
-    """Return the mean of each row's finite values; NaN if it has none."""
+    """Return the mean of the finite values in each row of `pieces`; NaN for a row without any."""
     known = np.isfinite(pieces)
     with np.errstate(invalid="ignore"):
         return np.where(known, pieces, 0.0).sum(axis=1) / known.sum(axis=1)

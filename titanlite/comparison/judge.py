@@ -1,13 +1,15 @@
-"""Judge whether two runs train the same: equal bits, within rounding, within seed noise, or different.
+"""Judge whether two runs train alike: with equal bits, within rounding, within seed noise, or differently.
 
-Two runs with one seed see the same samples under any layout, so their losses are compared in pairs, step by step, and
-the effect of the samples cancels. The rest is what the runs do differently, and rounding, which grows: two runs that
-differ in the last bit of their weights drift apart. How far is measured, by runs of the first config whose initial
-weights were nudged by one rounding (`training.nudge`); a run that is as near as these is within rounding. The first
-steps say most, because rounding is still small there. Later one nudged run alone may by chance have drifted little.
+Runs with the same seed see the same samples under any parallel layout. So their losses are compared step by step, and
+the effect of the samples cancels. What remains is the effect of the change between the runs, and of rounding, which
+grows: runs that differ in the last bit of their weights drift apart. This drift is measured by further runs of the
+first config whose initial weights were nudged by one rounding (`training.nudge`). A run that drifts no farther than
+they do is within rounding. The first steps are the most telling, because rounding is still small. Later, a single
+nudged run may have drifted little by chance.
 
-Where runs differ, the size is the mean of the paired differences over the last fifth of the steps, with an interval by
-a block bootstrap, because the differences of neighbouring steps are alike. Runs of other seeds say how much is chance.
+The reported difference is the mean of the paired differences over the last fifth of the steps. Its interval is made by
+a block bootstrap, because differences of neighbouring steps are correlated. Runs of other seeds show the size of
+chance.
 """
 
 import math
@@ -23,41 +25,42 @@ from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import is_of_step
 
-# A run that drifts more times as far as nudged runs differs; by the number of nudged runs. Rounding grows along one
-# direction, so how far it carries a run is one number, normally distributed, and the ratio to the root mean square of k
-# others follows Student's t with k degrees of freedom. One in 1,000 is beyond each limit by chance, of the last 8.
+# Greatest ratio of a run's drift to that of nudged runs that still counts as rounding, for 1, 2, 3 and 4 nudged runs.
+# Rounding grows along one direction, so the drift of a run is one number, normally distributed, and its ratio to the
+# root mean square of k others follows Student's t with k degrees of freedom. By chance 1 in 1,000 runs exceeds each of
+# the first three limits, and 8 in 1,000 exceed the last.
 _LIMITS = (640.0, 32.0, 13.0, 5.0)
 BEYOND = _LIMITS[-1]
-FLOORS = len(_LIMITS)  # nudged runs, at most
-_RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
-_NOTHING = "nothing"  # of a step without targets, its loss
-# Beginnings of the keys of which equal bits are claimed.
+FLOORS = len(_LIMITS)  # greatest number of nudged runs
+_RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # relative effect of another order of float32 sums
+_NOTHING = "nothing"  # stands for the loss of a step without targets
+# Keys, up to a dot, whose values must be equal for the verdict "equal bits".
 _JUDGED = {"grad_norm", *(key for key, metric in METRICS.items() if metric.group in ("Loss", "Accuracy"))}
-_NOT_OF_SAMPLES = ("data.cache_dir",)  # keys of data that do not decide which samples a step sees
-_FEWEST = 20  # differences that an interval can be made of
-# Two-sided 95 % quantiles of Student's t by degrees of freedom from 1 on; from 10 on the normal distribution's
+_NOT_OF_SAMPLES = ("data.cache_dir",)  # keys of [data] that do not change the samples of a step
+_FEWEST = 20  # fewest differences for which an interval is computed
+# Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom, and of the normal distribution, for 10 and more
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 1.96)
-_LAST = 0.2  # the share of the steps that the final difference is taken over
-_RESAMPLES, _OUTSIDE = 2000, 0.05  # of the interval
+_LAST = 0.2  # share of the steps, up to the last, over which losses and differences are averaged
+_RESAMPLES, _OUTSIDE = 2000, 0.05  # of the bootstrap; probability of values outside the interval
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the loss of one run differs from the first's."""
+    """How the loss of a run differs from that of the first run."""
 
-    run: str  # its name
+    run: str  # name of the run
     kind: str  # "equal bits", "within" rounding, seed noise or tolerance, "no difference shown" or "differs"
-    line: str  # as the command prints it
-    low: float = math.nan  # ends of the interval of its mean loss less the first's, in nats per token; infinite for too
-    high: float = math.nan  # few steps, NaN where there is no mean
-    # Tokens trained on, [n], ascending, and the difference within which rounding is taken for the cause, [n] nats per
-    # token; None where it is not known.
+    line: str  # text that `titanlite compare` prints
+    low: float = math.nan  # low to high: interval of the run's mean loss less the first run's, in nats per token;
+    high: float = math.nan  # infinite if there are too few steps, NaN if there is no mean
+    # Tokens trained on, [n], ascending, and up to which difference of the losses rounding counts as the cause, [n], in
+    # nats per token; None without nudged runs.
     band: tuple[Values, Values] | None = None
-    is_short: bool = False  # one of the two has ended before the last step of its config: less was compared
+    is_short: bool = False  # one of the two runs ended before the last step of its config
 
     @property
     def passes(self) -> bool:
-        """Return whether the run can be taken for the first as far as both were to go."""
+        """Return whether the run trains like the first, and both have done all steps of their configs or go on."""
         return self.kind != "differs" and not self.is_short
 
 
@@ -72,9 +75,9 @@ def judge(
 
     Args:
         first: the baseline.
-        other: the run in question.
-        nudged: runs of the first's config with other values of `training.nudge`, at most `FLOORS`.
-        seeds: runs of the first's config with other seeds.
+        other: the run to judge.
+        nudged: runs of the baseline's config with other values of `training.nudge`, at most `FLOORS`.
+        seeds: runs of the baseline's config with other seeds.
         tolerance: largest difference of the final loss that is accepted, in nats per token.
     """
     tokens, loss = paired_differences(other, first, "loss")
@@ -130,12 +133,12 @@ def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> 
 
 
 def _is_between(ratio: float, n: int) -> bool:
-    """Return whether n nudged runs let pass what more of them may not: never where there are `FLOORS`."""
+    """Return whether a drift ratio is accepted with n nudged runs, but might not be with more. False for `FLOORS`."""
     return BEYOND < ratio <= _LIMITS[n - 1]
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
-    """Return by metric how many times as far as the nudged runs a run drifts: the largest ratio of any window."""
+    """Return, by metric, the drift of `other` from `first` over that of the nudged runs: the maximum over windows."""
     ratios = {}
     for metric in _RESOLUTION:
         tokens, drift = paired_differences(other, first, metric)
@@ -149,9 +152,10 @@ def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]
 
 
 def tokens_to_equal_loss(first: RunRecord, other: RunRecord) -> float | None:
-    """Return how many times the first's tokens the other needs for the loss that both reach; None if neither does.
+    """Return the tokens that `other` needs, divided by those of `first`, to reach the higher of their final losses.
 
-    Losses are running means over a fifth of the steps. A number below 1 is a gain.
+    Losses are running means over a fifth of the steps. Below 1, `other` is faster. None if a run has no losses, or one
+    of them never was above that loss.
     """
     (x, mine), (y, its) = (_smoothed(run) for run in (other, first))
     if not len(mine) or not len(its):
@@ -164,7 +168,7 @@ def tokens_to_equal_loss(first: RunRecord, other: RunRecord) -> float | None:
 
 
 def _reaches(tokens: Values, losses: Values, loss: float) -> float | None:
-    """Return the tokens from which on a curve is at or below a loss, interpolated between two steps."""
+    """Return the tokens after which a curve stays at or below `loss`, interpolated; None if it never was above."""
     above = np.flatnonzero(losses > loss)
     if not len(above):
         return None
@@ -174,7 +178,7 @@ def _reaches(tokens: Values, losses: Values, loss: float) -> float | None:
 
 
 def _other_samples(first: RunRecord, other: RunRecord) -> list[str]:
-    """Return the config keys that let the two runs see other samples at the same step."""
+    """Return the config keys that differ, and because of which the runs see different samples at the same step."""
     keys = {key for run in (first, other) for key in run.config if key.startswith("data.")} - {*_NOT_OF_SAMPLES}
     found = [
         k for k in (*sorted(keys), "training.seed", "training.seq_len") if first.config.get(k) != other.config.get(k)
@@ -184,16 +188,17 @@ def _other_samples(first: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int] | None:
-    """Return what sets two runs apart whatever their mean difference is, and at how many tokens; None for nothing.
+    """Return why two runs differ whatever their mean difference is, and the number of tokens; None without a reason.
 
-    `is_equal` says whether their losses and gradient norms are equal, as far as both are finite.
+    Reasons are values that are missing or not finite. With `is_equal` (all losses and gradient norms that are finite in
+    both runs are equal), another metric with different values is a reason, too.
     """
     its, ours = _judged(first), _judged(other)
     for at in (at for at in its if at in ours):
         (tokens, key), pair = at, (its[at], ours[at])
         start, _, of = key.partition(".")
         name = METRICS[start].about + (of and f" of {of}")
-        if pair == (None, None) and start != "grad_norm":  # it is no number of a step that both have skipped
+        if pair == (None, None) and start != "grad_norm":  # the norm of a step that both skipped is not finite
             return f"both have a {name} that is not finite, which equals nothing,", tokens
         if None in pair and pair != (None, None):
             return f"one of them has no finite {name}", tokens
@@ -205,7 +210,7 @@ def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int
 
 
 def _judged(run: RunRecord) -> dict[tuple[int, str], Any]:
-    """Return the losses, gradient norms and accuracies; None where not finite, `_NOTHING` where a step has none."""
+    """Return losses, gradient norms and accuracies by (tokens, key): None if not finite, `_NOTHING` without targets."""
     found: dict[tuple[int, str], Any] = {}
     for row in run.rows:
         none = dict.fromkeys(_RESOLUTION, _NOTHING) if is_of_step(row) else {}
@@ -215,13 +220,13 @@ def _judged(run: RunRecord) -> dict[tuple[int, str], Any]:
 
 
 def _windows(n: int) -> list[slice]:
-    """Return windows that double in length: the first step, the second, two more, four more and so on."""
+    """Divide n steps into windows that double in length: the first step, the second, the next two, the next four, …"""
     ends = [0, *(2**k for k in range(n.bit_length())), n]
     return [slice(i, j) for i, j in pairwise(ends) if i < j <= n]
 
 
 def _envelope(tokens: Values, first: RunRecord, nudged: Sequence[RunRecord], metric: str) -> Values:
-    """Return the largest drift so far of nudged runs, their root mean square, at the given tokens."""
+    """Return the largest drift of each nudged run from `first` so far, as root mean square over runs, at `tokens`."""
     found = [np.zeros_like(tokens, dtype=np.float64)]
     for at, drift in (paired_differences(run, first, metric) for run in nudged):
         if len(at):
@@ -235,11 +240,11 @@ def _rms(x: Values) -> float:
 
 
 def _interval(differences: Values) -> tuple[float, float]:
-    """Return the interval of a mean by a circular block bootstrap; without end for fewer than `_FEWEST` values.
+    """Return the interval of the mean by a circular block bootstrap; infinite for fewer than `_FEWEST` differences.
 
-    A block is twice as long as it takes the correlation of the differences to fade, at most a fifth of them. Resampled
-    means spread less than true ones, by the degree of freedom that the mean takes and because blocks are few; the
-    interval is widened as Student's t is against the normal distribution.
+    A block is twice as long as the lag at which the differences are no longer correlated, but at most a fifth of them.
+    Resampled means spread less than true ones, because the mean takes a degree of freedom and blocks are few. So the
+    interval is widened by the ratio of the quantiles of Student's t and of the normal distribution.
     """
     n = len(differences)
     centred = differences - differences.mean()
@@ -264,7 +269,7 @@ def _student(degrees: int) -> float:
 
 
 def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Values) -> float:
-    """Return how far the mean loss of one more seed would be from the given ones', 19 times of 20."""
+    """Return how far from the given runs' mean loss at `tokens` a further seed's may be by chance (19 times of 20)."""
     wanted = {*tokens.tolist()}
     of_runs = [{r["tokens"]: r["loss"] for r in run.steps if r["tokens"] in wanted} for run in (first, *seeds)]
     common = [t for t in wanted if all(losses.get(t) is not None for losses in of_runs)]

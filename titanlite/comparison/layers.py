@@ -1,4 +1,7 @@
-"""Find the first layer and tensor in which two configs part by more than rounding, by sketches of their first steps."""
+"""Find the first layer and tensor in which two configs differ by more than rounding, from sketches of tensors.
+
+`training/sketch_steps.py` makes the sketches in the first steps. Each is a few weighted sums of a tensor's elements.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,27 +13,27 @@ from titanlite.comparison.judge import BEYOND
 
 Sketches = Mapping[str, NDArray[np.float64]]
 
-_RESOLUTION = 2.0**-20  # what float32 sums in another order may differ by, relative
+_RESOLUTION = 2.0**-20  # relative effect of another order of float32 sums
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The place where two runs part."""
+    """The first tensor in which two runs differ by more than rounding."""
 
-    step: int  # the first in which they do
-    tensor: str  # the first of it, in the order in which a step computes them
-    difference: float  # relative
-    rounding: float  # the largest relative difference of that tensor that a nudge of the weights has made until then
-    others: int  # more tensors of that step that part
+    step: int  # its step
+    tensor: str  # its name
+    difference: float  # its relative difference
+    rounding: float  # largest relative difference that nudged weights have made in the tensor up to this step
+    others: int  # number of further tensors of this step that differ
 
 
 def first_parting(first: Sketches, other: Sketches, nudged: Sketches) -> Parting | None:
-    """Find the first tensor that differs by more than `judge.BEYOND` times what a nudge has made of it until then.
+    """Find the first tensor whose difference exceeds `judge.BEYOND` times the largest that nudged weights made so far.
 
-    Sketches of the first are in the order in which its steps computed them; tensors that `other` lacks are left out.
+    Sketches have keys "step tensor", those of `first` in order of computation. Tensors that `other` lacks are skipped.
     """
     found: Parting | None = None
-    so_far: dict[str, float] = {}  # by tensor
+    so_far: dict[str, float] = {}  # by tensor: largest difference of the nudged run
     for key, sketch in first.items():
         step, _, tensor = key.partition(" ")
         rounding = so_far[tensor] = max(so_far.get(tensor, _RESOLUTION), _relative(nudged[key], sketch))

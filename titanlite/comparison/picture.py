@@ -1,9 +1,9 @@
 """Draw the picture of a comparison: training loss over tokens, with the validations as points, and the verdict.
 
-Tokens are the axis on which runs of different batch sizes can be compared; where all runs take the same number of
-tokens per step, the steps are along the top. A long curve is drawn faintly with its running median on top, which,
-unlike a mean, does not bend before a spike. Below them is how far each run is from the first at the same number of
-tokens, on a grey band of what is no more than noise. `axis.py` chooses the limits of the axes.
+The x axis counts tokens, so that runs of different batch sizes can be compared. If all runs take the same number of
+tokens per step, an axis at the top shows the steps. A long curve is drawn faintly under its running median, which,
+unlike a mean, does not bend before a spike. A lower panel shows the difference of each run from the first at equal
+tokens, over a grey band of differences that are no more than noise. `axis.py` chooses the limits of the y axes.
 """
 
 import math
@@ -19,30 +19,30 @@ from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Curve, Valu
 from titanlite.comparison.judge import Verdict
 from titanlite.comparison.runs import RunRecord, title_of
 
-_LONG = 200  # points from which on a curve is smoothed
-_WINDOW = 50  # the running median is over the 50th part of a curve, and taken at ten times as many places
-_FAINT = 4  # runs, up to which their unsmoothed curves are drawn, too
-_ABREAST = 3  # columns of a legend below the picture
+_LONG = 200  # a curve with this number of points or more is smoothed
+_WINDOW = 50  # the running median covers a 50th of a curve, and is taken at 10 × 50 places
+_FAINT = 4  # for up to this number of runs, unsmoothed curves are drawn, too
+_ABREAST = 3  # columns of a legend below the panels
 _NOISE = {"color": "#888888", "alpha": 0.25}
-_BESIDE = 8  # runs, up to which the legend is within the picture
+_BESIDE = 8  # for up to this number of runs, the legend is inside the upper panel
 
 
 def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
-    """Draw the runs, and the verdicts on those after the first, into a picture of the kind that its ending says."""
+    """Draw the losses of runs, and the verdicts on all but the first run, into a file; its suffix sets the format."""
     from matplotlib import rc_context
 
-    with rc_context({"text.parse_math": False}):  # of names
+    with rc_context({"text.parse_math": False}):  # names may have a "$"
         figure = loss_figure(records, verdicts)
     figure.savefig(path)
 
 
 def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) -> Any:
-    """Return the picture as matplotlib's figure."""
+    """Return the picture of `draw_losses` as a figure of matplotlib."""
     from matplotlib.figure import Figure
 
     lines = {metric.name: metric.lines for metric in metrics_of(records)}
     validations, differences = lines.get("validation_loss", []), lines.get(DIFFERENCE, [])
-    below = 0.18 * math.ceil(len(records) / _ABREAST) if len(records) > _BESIDE else 0.0  # inches of the legend
+    below = 0.18 * math.ceil(len(records) / _ABREAST) if len(records) > _BESIDE else 0.0  # inches for a legend
     figure = Figure(figsize=(9, (7.5 if differences else 5.5) + below), dpi=150, layout="constrained")
     n_panels = 2 if differences else 1
     panels = figure.subplots(n_panels, sharex=True, squeeze=False, height_ratios=[3, 2][:n_panels])[:, 0]
@@ -60,7 +60,7 @@ def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) 
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("tokens")
     per_step = {row["tokens"] / row["step"] for record in records for row in record.steps}
-    if len(per_step) == 1:  # of all runs, throughout
+    if len(per_step) == 1:  # the same in all steps of all runs
         (rate,) = per_step
         panels[0].secondary_xaxis("top", functions=(lambda x: x / rate, lambda steps: steps * rate)).set_xlabel("step")
     _add_legend(figure, panels[0], records, bool(validations), bool(bands))
@@ -70,17 +70,17 @@ def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) 
 
 
 def style_of(run: int, runs: int) -> dict[str, Any]:
-    """Return how matplotlib draws the lines of a run; of few, each on a wider line of the one before: all are seen."""
+    """Return matplotlib's style of run number `run` of `runs`. Of few runs, earlier ones are wider: none is hidden."""
     dashes = DASHES[run // len(COLOURS) % len(DASHES)]
     width = 1.6 + (0.9 * (runs - 1 - run) if runs <= _FAINT else 0.0)
     return {"color": COLOURS[run % len(COLOURS)], "linestyle": (0, dashes) if dashes else "-", "linewidth": width}
 
 
 def running_median(x: Values, y: Values) -> tuple[Values, Values]:
-    """Smooth a line of at least `_LONG` points: places along it, and the median of the finite values around each.
+    """Return x at places along a line, and the running median of y there; a line of under `_LONG` points as it is.
 
-    The window shrinks at the beginning, where a loss falls steeply, so that it is centred. At the end it does not: one
-    noisy last step would look like a turn.
+    Only finite values count. Near the beginning, where a loss falls steeply, the window shrinks to remain centred. Near
+    the end it does not, as a single noisy last step would look like a trend.
     """
     n, places = len(y), 10 * _WINDOW
     if n < _LONG:
@@ -92,7 +92,7 @@ def running_median(x: Values, y: Values) -> tuple[Values, Values]:
 
 
 def _draw_curves(axes: Any, losses: Sequence[Curve], validations: Sequence[Curve], runs: int, end: float) -> None:
-    """Draw the training losses, and the validations as circles."""
+    """Draw the training losses as lines, and the validation losses as circles."""
     shown = _draw_smoothed(axes, losses, runs, len(losses) <= _FAINT, {"alpha": 0.25, "linewidth": 0.8})
     size = 4 if len(losses) <= _BESIDE else 2.5
     for line in validations:
@@ -106,11 +106,11 @@ def _draw_curves(axes: Any, losses: Sequence[Curve], validations: Sequence[Curve
 def _draw_differences(
     axes: Any, lines: Sequence[Curve], bands: Sequence[tuple[Values, Values]], runs: int, end: float
 ) -> None:
-    """Draw how far each run is from the first, a line at zero, which is always on the axis, and bands of noise."""
+    """Draw the difference of each run from the first, a line at zero, which is always visible, and bands of noise."""
     shown = _draw_smoothed(axes, lines, runs, len(lines) == 1, {"alpha": 0.15, "linewidth": 0.6})
     axes.axhline(0, color="#555555", linewidth=0.8)
     low, high = fitted_limits(shown, 0, end, end)
-    for tokens, limit in bands:  # a few places, of which none may be lost among many
+    for tokens, limit in bands:  # fitted apart from the lines, whose many points would outweigh it
         axes.fill_between(tokens, -limit, limit, linewidth=0, **_NOISE)
         _, most = fitted_limits([(tokens, limit)], 0, end, end)
         low, high = min(low, -most), max(high, most)
@@ -120,7 +120,7 @@ def _draw_differences(
 def _draw_smoothed(
     axes: Any, lines: Sequence[Curve], runs: int, has_faint: bool, faint: dict[str, float]
 ) -> list[tuple[Values, Values]]:
-    """Draw the running median of each line, on the line itself if asked for; return the medians."""
+    """Draw each line's running median, with `has_faint` over the line itself in style `faint`; return the medians."""
     shown = []
     for line in lines:
         style = style_of(line.run, runs)
@@ -132,7 +132,7 @@ def _draw_smoothed(
 
 
 def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], has_circles: bool, has_bands: bool) -> None:
-    """Add a line for each run, also for one that logged nothing, and for what else is drawn."""
+    """Add a legend, with an entry for each run, even one that logged nothing, and for circles and bands if drawn."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

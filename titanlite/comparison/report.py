@@ -1,8 +1,8 @@
 """Write the report of a comparison: one HTML file that needs no network, with charts, verdict, configs and receipts.
 
-The page's template, style and scripts are in `page/`, with uPlot (MIT), which draws. Everything is put into one file;
-its Content-Security-Policy forbids any connection. Numbers of the curves are base64 of floats, and each column of
-steps, tokens or seconds is there once, however many lines share it.
+The template, styles and scripts are in `page/`, with uPlot (MIT), which draws the charts. All are put into the file,
+whose Content-Security-Policy forbids any connection. The numbers of curves are base64 of floats, and a column of steps,
+tokens or seconds that several lines share is stored once.
 """
 
 import json
@@ -39,13 +39,13 @@ from titanlite.comparison.tables import (
 )
 
 _PAGE = Path(__file__).with_name("page")
-_DARK = ("#4FA8E0", "#F0803C", "#2CC79B", "#E39BC6", "#F2B84B", "#8CCBF2", "#E8E8E8")  # COLOURS on a dark page
-_LEAST_SPEED = 0.02  # of a rate, that its axis spans at least: less is of no interest
-_OPEN = 12  # charts of a group, up to which it is open at first
+_DARK = ("#4FA8E0", "#F0803C", "#2CC79B", "#E39BC6", "#F2B84B", "#8CCBF2", "#E8E8E8")  # COLOURS on a dark background
+_LEAST_SPEED = 0.02  # the least range of a speed axis, as a share of the speed: smaller changes do not matter
+_OPEN = 12  # a group of up to this number of charts is open at first
 
 
 def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
-    """Write the report on runs, with the verdicts on those after the first."""
+    """Write the report on runs to an HTML file, with the verdicts on all runs but the first."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -85,13 +85,13 @@ def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ve
 
 
 def _note(record: RunRecord) -> str:
-    """Say what is unusual about a run."""
+    """Return a run's state unless it is "finished", and whether the run has no logged step; "" for neither."""
     state = record.state if record.state not in ("", "finished") else ""
     return ", ".join(filter(None, (state, "" if record.steps else "no logged step")))
 
 
 def _notes(records: Sequence[RunRecord], metrics: Sequence[Chart]) -> list[str]:
-    """Say where the charts differ from what is in the files."""
+    """Return notes on lines that the charts show in pieces, or leave out, unlike the files of the runs."""
 
     def names(runs: Iterable[int]) -> str:
         return ", ".join(records[run].name for run in sorted(runs))
@@ -124,8 +124,8 @@ def _groups(metrics: Sequence[Chart], verdicts: Sequence[Verdict]) -> list[dict[
 
 
 def _curves(records: Sequence[RunRecord], metrics: Sequence[Chart], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return what the page draws: columns of places, metrics with their lines, and the axes."""
-    columns: dict[str, int] = {}  # packed → its number
+    """Return the data that the page draws: the axes, the metrics with their lines, and the columns of x values."""
+    columns: dict[str, int] = {}  # packed column → its index
 
     def numbers(line: Curve) -> dict[str, int | None]:
         columns_of = {"steps": line.steps, "tokens": line.tokens, "seconds": line.seconds}
@@ -156,7 +156,7 @@ def _curves(records: Sequence[RunRecord], metrics: Sequence[Chart], verdicts: Se
 def _bands(
     metric: Chart, verdicts: Sequence[Verdict], records: Sequence[RunRecord], numbers: Any
 ) -> list[dict[str, Any]]:
-    """Return the band of each verdict, placed on the axes by the run that it is about."""
+    """Return the noise band of each verdict, with steps and seconds interpolated from the run that was judged."""
     runs = {record.name: run for run, record in enumerate(records)}
     lines = {line.run: line for line in metric.lines}
     bands = []

@@ -1,4 +1,4 @@
-"""Run the config of a run's folder once more: nudged, for the floor of a comparison, or a few steps of it, sketched."""
+"""Train the config of a run again: nudged, to measure rounding, or for a few steps, to take sketches of tensors."""
 
 import sys
 import tempfile
@@ -12,7 +12,7 @@ from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metrics import RunError
 from titanlite.preflight.run_again import processes_of, run_again
 
-# Turn off what a run writes or waits for beside its steps; none of it changes their numbers.
+# Flags that turn off all that a run writes or waits for besides its steps; none changes the numbers of a step.
 _ALONE = (
     "--checkpoint.enable=false",
     "--validation.enable=false",
@@ -25,13 +25,13 @@ _ALONE = (
 
 
 def floor_of(folder: Path, seed: int) -> Path:
-    """Return the folder of the run beside `folder` whose `training.nudge` is `seed`, from 1 on."""
+    """Return the folder, beside `folder`, of the nudged run with `training.nudge` = `seed`, which counts from 1."""
     folder = folder.resolve()
     return folder.with_name(f"{folder.name}-nudged{f'-{seed}' * (seed > 1)}")
 
 
 def measure_floor(record: RunRecord, seed: int) -> None:
-    """Train a run once more with its initial weights nudged, into a folder beside it, with as many processes."""
+    """Train a run again with nudged initial weights, on as many processes, into the folder `floor_of` beside it."""
     nudged, last = floor_of(record.path, seed), record.last_step
     log = nudged / "logs" / "rank0.log"
     sys.stdout.write(
@@ -43,7 +43,7 @@ def measure_floor(record: RunRecord, seed: int) -> None:
 
 
 def parting(first: RunRecord, other: RunRecord, steps: int) -> tuple[Parting | None, list[str]]:
-    """Take the first steps of two runs once more; return where they part, and tensors that only one of them has."""
+    """Repeat the first steps of two runs; return the first tensor that differs, and tensors that only one run has."""
     its, ours = _sketched(first, steps), _sketched(other, steps)
     return first_parting(its, ours, _sketched(first, steps, nudge=1)), sorted(its.keys() ^ ours.keys())
 
@@ -58,10 +58,11 @@ def _sketched(record: RunRecord, steps: int, nudge: int = 0) -> Sketches:
 
 
 def _run(module: str, record: RunRecord, *flags: str, before: Sequence[str] = ()) -> None:
-    """Run a module of titanlite on a run's config, on as many processes of this host as the run had.
+    """Run a module of titanlite on a run's config, on as many processes of this host as the run had. `before`:
+    arguments that precede --config.
 
     Raises:
-        RunError: it failed, or the folder does not say how many processes the run had.
+        RunError: the module failed, or the run's receipt lacks the number of processes.
     """
     processes, where = processes_of(record.receipt), str(record.path)
     if processes is None:

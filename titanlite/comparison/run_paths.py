@@ -1,4 +1,4 @@
-"""Say what is wrong with the paths of runs that a command is given, before anything is read."""
+"""Check the paths of runs that a command gets as arguments, before it reads any file."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +12,16 @@ from titanlite.observe.metrics import RunError
 def require_runs(
     command: str, folders: Sequence[Path], file: str = "", advice: Callable[[Path], str] = lambda folder: ""
 ) -> None:
-    """Check that each path is the folder of a run with config.toml, and with the file that a command reads.
+    """Check that each path is the folder of a run, with config.toml and another file that the command reads.
 
     Args:
-        command: as "titanlite compare".
-        folders: the paths.
-        file: its name; "": there is none.
-        advice: what to do about a folder that lacks a file; "" if that is not known.
+        command: name of the command, as "titanlite compare".
+        folders: the paths to check.
+        file: name of the other file; "" if there is none.
+        advice: returns how to correct a folder that lacks `file`; "" if that is not known.
 
     Raises:
-        RunError: some are not, all of them at once.
+        RunError: a path is no such folder. The message names all such paths.
     """
     problems, files = list[Problem](), ["config.toml", *filter(None, (file,))]
     for folder in folders:
@@ -44,7 +44,7 @@ def _files_missing(folder: Path, files: Sequence[str]) -> list[str]:
 
 
 def _runs_around(path: Path, files: Sequence[str]) -> Iterator[Path]:
-    """Return the runs near a path that is none: the one it is in, those in it, or one of nearly its name."""
+    """Yield runs near a path that is no run: its parents and subfolders, or one of similar name if it is missing."""
 
     def runs(paths: Sequence[Path]) -> list[Path]:
         return [path for path in paths if not _files_missing(path, files)]

@@ -1,7 +1,7 @@
 """Read the folders of runs (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), to compare them.
 
-Only these files are read, so runs that are still going, were copied from elsewhere or were made by another version can
-be compared. A run on a server of Weights & Biases is first fetched as such a folder (`wandb_runs.py`).
+Only these files are read. So runs in progress, copies from other machines and runs of other versions can be compared. A
+run on a server of Weights & Biases is first downloaded into such a folder (`wandb_runs.py`).
 """
 
 import tempfile
@@ -23,7 +23,7 @@ from titanlite.streams import one_line
 
 T = TypeVar("T")
 
-_LEAST = {"training.steps": 0, "job.stop_after": 0, "metrics.log_freq": 1}  # of the keys that say what is logged
+_LEAST = {"training.steps": 0, "job.stop_after": 0, "metrics.log_freq": 1}  # minimum; decide which steps are logged
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class RunRecord:
     """The content of one run folder."""
 
     name: str
-    rows: list[dict[str, Any]]  # of metrics.jsonl, each with its step and tokens
+    rows: list[dict[str, Any]]  # of metrics.jsonl, each with "step" and "tokens"
     config: dict[str, Any]  # dotted key → value
     state: str  # of status.json; "" if there is none
-    receipt: list[dict[str, Any]] | None  # of receipt.json, an entry a feature; None if there is none
-    is_running: bool = False  # now, by its status.json, which a job at work renews
-    path: Path = Path()  # as it was given
+    receipt: list[dict[str, Any]] | None  # of receipt.json, one entry per feature; None if there is none
+    is_running: bool = False  # whether a job trains it now, by its status.json
+    path: Path = Path()  # of its folder, or on wandb's server, as the user gave it
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -50,14 +50,16 @@ class RunRecord:
 
     @property
     def steps_asked(self) -> int:
-        """Return the last step that its config has it log; 0 if the config has no number of steps."""
+        """Return the last step that the run logs by its config; 0 if the config has no number of steps."""
         steps, stop_after, log_freq = (self.config.get(key, least) for key, least in _LEAST.items())
         last = min(steps, stop_after or steps)
         return last if last == steps else last - last % log_freq
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read run folders, or runs on wandb's server, entity/project/run_id; their names differ. One has logged steps."""
+    """Read run folders, or runs on wandb's server (entity/project/run_id), and give each a distinct name. Refuse runs
+    of which none has a logged step.
+    """
     folders = [path for path in paths if not is_run_path(path)]
     require_runs("titanlite compare", folders, "metrics.jsonl", _without_rows)
     if not paths:
@@ -71,13 +73,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def _without_rows(folder: Path) -> str:
-    """Say what to do about a run without metrics.jsonl: it was prepared, and no more."""
+    """Return how to correct the choice of a run without metrics.jsonl, by its status.json; "" without a state."""
     state = _recorded_state(folder)
     return state and f'leave it out: nothing was logged there, and its status.json says "{state}"'
 
 
 def recorded_config(folder: Path) -> dict[str, Any]:
-    """Read the config that a run has written into its folder, by dotted keys; refuse a number of steps that is none."""
+    """Read the config.toml of a run's folder, by dotted keys. Refuse keys of `_LEAST` without a number in range."""
     path, want = folder / "config.toml", "TOML, as the run wrote it"
     config = _own_file(path, want, lambda path: dotted(tomli.loads(path.read_text(encoding="utf-8"))))
     problems = [
@@ -91,7 +93,7 @@ def recorded_config(folder: Path) -> dict[str, Any]:
 
 
 def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
-    """Read the receipt of a run, an entry a feature; None if it has none."""
+    """Read the receipt of a run, one entry per feature; None if it has none."""
 
     def read(path: Path) -> list[dict[str, Any]]:
         entries = read_json(path)
@@ -112,17 +114,17 @@ def _recorded_state(folder: Path) -> str:
 
 
 def _own_file(path: Path, want: str, read: Callable[[Path], T]) -> T:
-    """Return what is read of a file that a run wrote; a RunError where it is something else by now."""
+    """Return `read(path)` of a file that a run wrote. Raise RunError, which names `want`, if its content is invalid."""
     try:
         return read(path)
-    except (*MALFORMED, RecursionError) as error:  # the last is of tomli
+    except (*MALFORMED, RecursionError) as error:  # tomli raises the last
         is_needed = path.name == "config.toml"
         fix = "restore the file from a copy" if is_needed else "restore the file, or delete it to go on without it"
         raise RunError.of(str(path), path.name, str(error), want, fix) from error
 
 
 def title_of(records: Sequence[RunRecord]) -> str:
-    """Return what a comparison of the runs is called."""
+    """Return the title of a comparison of the runs."""
     names = [record.name for record in records]
     if len(names) == 1:
         return f"Run {names[0]}"
@@ -131,7 +133,7 @@ def title_of(records: Sequence[RunRecord]) -> str:
 
 
 def _read(path: Path, name: str) -> RunRecord:
-    """Read a folder, or what wandb's server has of a run."""
+    """Read a run, which gets `name`, from its folder or from wandb's server."""
     if is_run_path(path):
         with tempfile.TemporaryDirectory() as folder:
             fetch_run(path, Path(folder))
@@ -147,7 +149,7 @@ def _read(path: Path, name: str) -> RunRecord:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' own names, with as many of their parents as it takes to tell them apart."""
+    """Return the name of each folder, with as many of its parents as make all names distinct."""
     parts = [tuple(map(one_line, folder.resolve().parts)) for folder in folders]
     for depth in range(1, max(map(len, parts))):
         names = ["/".join(p[-depth:]) for p in parts]

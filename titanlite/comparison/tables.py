@@ -1,4 +1,4 @@
-"""Make the tables of a comparison: results, speed and memory, and what configs and receipts do not have in common."""
+"""Make the tables of a comparison: results, speed and memory, and the differences of configs and receipts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ RESULTS = ("run", "steps", *(column.heading for column in _RESULTS.values()))
 
 
 def results(record: RunRecord) -> list[str]:
-    """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
+    """Return a run's cells of the table with the headings `RESULTS`; "-" where the run has no such number."""
     steps = f"{record.last_step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else "")
     rows = [row for row in record.rows if {"loss", "validation_loss"} & row.keys()]
     return [record.name, steps, *(column.text(_column_of(rows, key)) for key, column in _RESULTS.items())]
 
 
 def speed_table(records: Sequence[RunRecord]) -> list[list[str]]:
-    """Return the table of speed and memory, medians over the steps and peaks, the headings first."""
+    """Return the table of speed (medians over the steps) and memory (peaks): the headings, then one list per run."""
     rows = [["run", *(column.heading for column in _SPEED.values())]]
     rows += [[r.name, *(column.text(_column_of(r.steps, key)) for key, column in _SPEED.items())] for r in records]
     if len(records) > 1:
@@ -44,20 +44,20 @@ def _column_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return the rows of `config_table` whose values differ; how a run was resumed does not change it."""
+    """Return the entries of `config_table` with different values, without the way in which a run was resumed."""
     rows = config_table(records)
     return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "checkpoint.resume"]
 
 
 def config_table(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return (dotted key, its value in each run as JSON, "-" where it is not set) in the order of the files."""
+    """Return (dotted key, its value in each run as JSON or "-" if not set), in the order of the config files."""
     keys = dict.fromkeys(key for record in records for key in record.config)
     texts = [{key: json.dumps(value, default=str) for key, value in record.config.items()} for record in records]
     return [(key, [of.get(key, "-") for of in texts]) for key in keys]
 
 
 def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return (feature and what of it, the text of each run, "-" where it says nothing) in which receipts differ."""
+    """Return (feature and item, its text in each run's receipt or "-") for the items in which receipts differ."""
     by_run = [None if record.receipt is None else _flat_receipt(record.receipt) for record in records]
     flat = [entries for entries in by_run if entries is not None]
     keys = dict.fromkeys(key for entries in flat for key in entries)
@@ -68,7 +68,7 @@ def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[st
 
 
 def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]] | None:
-    """Return a row per feature: its name, what was requested, applied and skipped."""
+    """Return one list per feature of a receipt: its name, and what was requested, applied and skipped."""
     if receipt is None:
         return None
     rows = []
@@ -83,7 +83,7 @@ def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]
 
 
 def _flat_receipt(receipt: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return (feature: what of it) → its value as text; of what was skipped, the cases of each reason."""
+    """Return the receipt as "feature: item" → text. Skipped cases have one item per reason, which lists them."""
     flat: dict[str, str] = {}
     for entry in receipt:
         said = {key: entry.get(key) for key in ("requested", "applied")}
@@ -101,5 +101,5 @@ def _cut_text(text: str) -> str:
 
 
 def _plain_json(value: object) -> str:
-    """Write a value for a table: a text without quotes, nothing as "-"."""
+    """Format a value for a table as JSON, but a string without quotes, and None as "-"."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

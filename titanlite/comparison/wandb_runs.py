@@ -1,8 +1,8 @@
-"""Fetch a run from Weights & Biases' server, by its path there, as the folder that it was.
+"""Download a run from Weights & Biases' server, by its path on the server, into files like those of its folder.
 
-wandb has the rows of metrics.jsonl, each once, and the files beside it (`observe/wandb_process.py`). So the rows come
-back as they were: names in groups become the file's keys again, and numbers that were not finite, which wandb does not
-have, become None. An offline run is not read here: its rows are in the run's own folder.
+wandb has each row of metrics.jsonl once, and further files of the run (`observe/wandb_process.py`). So the rows can be
+restored: names with sections become the keys of the file again, and numbers that were not finite, which wandb lacks,
+become None. Offline runs are not read here: their rows are in their folders.
 """
 
 import json
@@ -20,23 +20,24 @@ from titanlite.observe.metric_table import flat_key
 from titanlite.observe.metrics import RunError
 from titanlite.redact import redact
 
-# entity/project/id, with a mark before it or as the address of its page; `Path` has made one slash of two.
+# entity/project/id, alone, after "wandb:", or in the URL of the run's page, where `Path` has merged two slashes.
 _PATH = re.compile(r"(?:wandb:|https?:/[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([a-z0-9]{8})")
 _STATES = {"crashed": "failed", "killed": "failed"}
-_TIMEOUT_S = 30  # of one answer of the server
+_TIMEOUT_S = 30  # per request to the server
 
 
 def is_run_path(path: Path) -> bool:
-    """Return whether a path, which is none here, names a run on a server of wandb's: entity/project/run_id."""
+    """Return whether a path names a run on wandb's server, entity/project/run_id, and does not exist as a file."""
     return _PATH.fullmatch(str(path)) is not None and not os.path.lexists(path)
 
 
 def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the path on wandb's server of a run; None if wandb does not have it.
+    """Return the path of a run on wandb's server; None if wandb does not have the run.
 
     Args:
-        path: entity/project/run_id; or the run's folder, whose path there has no entity, which the user's key implies.
-        config: the run's, by dotted keys; it says the project.
+        path: entity/project/run_id, or the run's folder. For a folder the entity is left out: the user's key implies
+            it.
+        config: config of the run, by dotted keys, which names the project.
     """
     if is_run_path(path) and (match := _PATH.fullmatch(str(path))):
         return "/".join(match.groups())
@@ -46,10 +47,10 @@ def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def fetch_run(path: Path, folder: Path) -> None:
-    """Write what wandb's server has of a run, entity/project/run_id, to the files of a run's folder.
+    """Download the run `path`, entity/project/run_id, from wandb's server into `folder`, as the files of a run folder.
 
     Raises:
-        RunError: there is no such run, it is not one of titanlite's, or the server does not give it.
+        RunError: the run does not exist, was not trained by titanlite, or cannot be downloaded.
     """
     fix = "check the path, and `wandb login` or WANDB_API_KEY; or give the run's folder"
     want = "a run on wandb's server, entity/project/run_id; there is no such folder here"
@@ -74,21 +75,21 @@ def fetch_run(path: Path, folder: Path) -> None:
 
 @contextmanager
 def wandb_server(where: str, key: str, want: str, fix: str) -> Iterator[Any]:
-    """Give wandb's interface to its server, which prints nothing; whatever fails there is one RunError."""
+    """Yield wandb's API without its prints. Errors in the body become a RunError, made of the four arguments."""
     import wandb
 
     try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # of hints on logging in
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # wandb prints hints on logging in
             yield wandb.Api(timeout=_TIMEOUT_S)
     except TitanliteError:
         raise
-    except Exception as error:  # wandb's, of the network's, and what a server of another version leads to
+    except Exception as error:  # of wandb, of the network, or because of a server of another version
         saw = redact(str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise RunError.of(where, key, saw, want, fix) from error
 
 
 def rows_of_lines(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Make the rows of metrics.jsonl again from wandb's lines, without those that were emptied."""
+    """Restore the rows of metrics.jsonl from wandb's lines. Empty lines give no row."""
     rows = []
     for line in lines:
         row = {flat_key(name): value for name, value in line.items() if name[0] != "_" and value is not None}

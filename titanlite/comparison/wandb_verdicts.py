@@ -1,8 +1,9 @@
-"""Show the verdict of a comparison on the pages of Weights & Biases of the runs that were compared.
+"""Show the verdict of a comparison on the pages that the compared runs have in Weights & Biases.
 
-A run that goes on counts its lines itself, so nothing is added to its history: the verdict is in its summary, under
-`compare/verdict` and `compare/with`, and the picture is a file of the run. A later comparison replaces both. Other runs
-of their groups (`metrics.wandb_group`) get all verdicts, so that the page of each run of a group shows them.
+The verdict is in a run's summary, under `compare/verdict` and `compare/with`, and the picture is a file of the run.
+Nothing is added to the history, as a run in progress numbers its lines itself. A later comparison replaces both. Other
+runs in the groups of the compared runs (`metrics.wandb_group`) get all verdicts, so that each page of a group shows
+them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from titanlite.observe.wandb import has_login
 
 
 def paths_on_server(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the path of each run on wandb's server; a RunError where wandb does not have one, or without a login."""
+    """Return the path of each run on wandb's server. Raise RunError if wandb lacks a run, or there is no login."""
     paths = [wandb_run_path(run.path, run.config) for run in runs]
     if None in paths:
         want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
@@ -28,13 +29,13 @@ def paths_on_server(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def send_verdicts(runs: Sequence[RunRecord], verdicts: Sequence[Verdict | None], picture: Path) -> list[str]:
-    """Write each verdict, and the picture, to the page of its run, and all of them to the other runs of its group.
+    """Send each verdict to the page of its run, all verdicts to other runs of its group, and the picture to both.
 
     Returns:
-        The paths of the runs on wandb's server.
+        The paths, on wandb's server, of all runs that got a verdict.
 
     Raises:
-        RunError: as `paths_on_server` says, or the server does not take what is sent.
+        RunError: wandb lacks a run, there is no login, or the server refuses the data.
     """
     paths = paths_on_server(runs)
     first = runs[0].name

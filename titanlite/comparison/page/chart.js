@@ -1,5 +1,5 @@
 "use strict";
-// One metric of all runs, drawn with uPlot when it comes into sight.
+// A chart of one metric, with a line per run. uPlot draws it once it is scrolled into view.
 
 class Chart {
   constructor(metric, figure, page) {
@@ -10,7 +10,7 @@ class Chart {
     this.box.addEventListener("blur", () => page.tip.hide());
   }
 
-  // The lines that are switched on and have such an axis, with what is drawn of each.
+  // The lines of all visible runs with values on the chosen axis, each with the arrays to draw.
   lines() {
     const { page } = this;
     return this.metric.lines.filter(line => !page.view.hidden.has(line.run) && page.column(line, page.view.axis)).map(line => {
@@ -32,7 +32,7 @@ class Chart {
     const list = [], tables = [], bands = [];
     const series = (line, more) => ({ spanGaps: false, ...more, stroke: () => this.page.colour(line.run, more.faint) });
     const faint = most => Math.round(255 * Math.min(most, 1 / (1 + this.drawn.length))).toString(16).padStart(2, "0");
-    let number = 1; // of the next series: uPlot's first is x
+    let number = 1; // index of the next series; uPlot's series 0 is x
     for (const { line, x, main, values, isSmoothed, low, high } of this.drawn) {
       const table = [x];
       if (low) {
@@ -93,7 +93,7 @@ class Chart {
       return fullLimits([...lines, ...all, ...edges, ...(bands ? [[[left], [0]]] : [])], left, right);
     }
     let [low, high] = fittedLimits(lines, left, right, this.page.end());
-    for (const [x, edge] of edges) { // a few places, of which none may be lost among many
+    for (const [x, edge] of edges) { // fitted apart from the lines, whose many points would outweigh it
       if (!x.some((v, i) => v >= left && v <= right && edge[i] !== null)) continue;
       const [least, most] = fittedLimits([[x, edge]], left, right, this.page.end());
       [low, high] = [Math.min(low, least), Math.max(high, most)];
@@ -103,14 +103,14 @@ class Chart {
     return lack > 0 ? [low - lack / 2, high + lack / 2] : [low, high];
   }
 
-  // Where differences are no more than noise, of the runs that are switched on: x, lower and upper limit.
+  // The bands in which differences are no more than noise, for all visible runs: [x, lower limits, upper limits].
   bands() {
     const { page } = this, { axis, hidden } = page.view;
     return (this.metric.bands ?? []).filter(band => !hidden.has(band.run) && page.column(band, axis))
       .map(band => [page.column(band, axis), page.values(band.low), page.values(band.high)]);
   }
 
-  // Say what the axis leaves out; and keep what is shown where a reader of the page's source finds it.
+  // Write below the chart how many values its axis leaves out; store its limits and runs in attributes of the figure.
   note() {
     const { plot, metric } = this, { x, y } = plot.scales;
     this.figure.dataset.x = `${x.min},${x.max}`;
@@ -134,7 +134,7 @@ class Chart {
     this.remark.textContent = said.join("; ");
   }
 
-  // The zero of differences, and behind it what is no more than noise.
+  // In a chart of differences, draw the bands of noise and the line at zero.
   drawBands() {
     const { plot, page, metric } = this;
     if (!metric.bands) return;
@@ -201,7 +201,7 @@ class Chart {
   }
 }
 
-// The number of the value nearest to a place, where a line of another run's places has none of its own there.
+// The index of the value nearest to `at`: in joined tables, values are undefined at x values of other lines.
 function known(values, at) {
   if (!values || values[at] !== undefined) return at;
   for (let away = 1; away < values.length; away++)

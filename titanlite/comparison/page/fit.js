@@ -1,5 +1,5 @@
 "use strict";
-// Numbers to draw: unpacking, smoothing, and what an axis shows (the rule of axis.py).
+// Unpack and smooth the numbers to draw, and choose the limits of axes by the rule of axis.py.
 
 function unpacked(text, kind) {
   const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
@@ -7,7 +7,7 @@ function unpacked(text, kind) {
   return Array.from(numbers, v => Number.isNaN(v) ? null : v);
 }
 
-// An average over about `span` steps back, weighted by exp(-steps/span). It starts without a bias; gaps stay gaps.
+// Average over about the last `span` steps, weighted by exp(-steps/span), without bias at the start. Nulls stay null.
 function smoothed(steps, values, span) {
   if (!span) return values;
   let sum = 0, weight = 0, before = 0;
@@ -21,7 +21,7 @@ function smoothed(steps, values, span) {
   });
 }
 
-// The values of lines that are visible between two places, ascending.
+// The values of all lines at x from `left` to `right`, ascending.
 function visible(lines, left, right) {
   return lines.flatMap(([x, y]) => y.filter((v, i) => v !== null && x[i] >= left && x[i] <= right)).sort((a, b) => a - b);
 }
@@ -49,7 +49,7 @@ function withMargin(low, high) {
   return [low - margin, high + margin];
 }
 
-// The number of the value of ascending numbers that is nearest to x.
+// The index of the value nearest to x in ascending numbers.
 function nearest(numbers, x) {
   let low = 0, high = numbers.length - 1;
   while (high - low > 1) {
@@ -69,7 +69,7 @@ function written(v) {
   return v.toLocaleString("en", { minimumSignificantDigits: 5, maximumSignificantDigits: 5 }).replace("-", "−");
 }
 
-// A tick of an axis, with as many digits as tell it from the next.
+// The label of a tick, with as many digits as distinguish it from the next tick.
 function tickText(v, step) {
   const power = Math.floor(Math.log10(step) + 1e-9), isHalf = Math.abs(step / 10 ** power - 2.5) < 1e-6;
   const digits = Math.max(0, isHalf - power);

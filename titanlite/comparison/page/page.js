@@ -1,5 +1,5 @@
 "use strict";
-// The page: what is chosen (axis, smoothing, zoom, runs, colours), the controls that choose it, and the charts.
+// The page: its settings (axis, smoothing, zoom, runs, colours), the controls that change them, and the charts.
 
 const SPANS = [0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000];
 
@@ -7,7 +7,7 @@ class Page {
   constructor(data) {
     this.data = data;
     this.unpacked = new Map();
-    this.known = null; // what end() has found
+    this.known = null; // cached result of end()
     this.view = { axis: data.axes[0], span: 0, isFull: false, range: null, hidden: new Set(), pointed: null };
     this.tip = new Tip(this);
     this.charts = data.metrics.map((metric, i) => new Chart(metric, document.getElementById(`metric-${i}`), this));
@@ -33,7 +33,7 @@ class Page {
     return this.unpacked.get(text);
   }
 
-  // Where the values of a line stand on an axis, one array for all lines of the same places.
+  // The x values of a line on an axis. Lines with equal x values share one array.
   column(line, axis) {
     const number = line.places[axis];
     if (number === null) return null;
@@ -42,7 +42,7 @@ class Page {
     return this.unpacked.get(number);
   }
 
-  // Where the longest of the runs ends that are switched on.
+  // The largest x value of all visible runs.
   end() {
     if (this.known === null) {
       let end = 0;
@@ -79,7 +79,7 @@ class Page {
     return axis === "seconds" ? `time of training (${this.unit()[1]})` : axis === "steps" ? "step" : "tokens";
   }
 
-  // The unit in which an axis can be read: its size, its name.
+  // The unit of the numbers along the x axis: [size, name].
   unit() {
     const units = { seconds: [[86400, "days"], [3600, "hours"], [60, "minutes"]], tokens: [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]], steps: [] };
     const least = this.view.axis === "seconds" ? 2 : 1;
@@ -91,19 +91,19 @@ class Page {
     return tickText(v / size, step / size) + (this.view.axis === "tokens" && v ? name : "");
   }
 
-  // How far ticks may lie apart: round numbers of the unit.
+  // The permitted distances between ticks: round multiples of the unit.
   tickSteps() {
     const [size] = this.unit(), least = this.view.axis === "seconds" ? -3 : -Math.round(Math.log10(size));
     return Array.from({ length: 16 }, (_, i) => i + least).flatMap(power => [1, 2, 5].map(digit => digit * 10 ** power * size));
   }
 
-  // The colour of a run's line, with what it lets through; of other runs than the one that is pointed at, almost nothing.
+  // The colour of a run's line, with opacity `alpha` (hex). While one run is pointed at, others are almost transparent.
   colour(run, alpha = "") {
     const colours = this.data.colours[this.isDark() ? "dark" : "light"], { pointed } = this.view;
     return colours[run % colours.length] + (pointed === null || pointed === run ? alpha : alpha ? "08" : "30");
   }
 
-  // Of a few runs, each is drawn on a wider line of the one before it: those that agree are seen, too.
+  // The width of a run's line. With few runs earlier lines are wider, so that equal lines do not hide each other.
   width(run) {
     const { length } = this.data.runs;
     return 2 + (length <= 4 ? length - 1 - run : 0);
@@ -116,7 +116,7 @@ class Page {
     return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   }
 
-  // Canvases know no style sheets: they are told the colours of the page.
+  // Read the colours of the page for the canvases, to which style sheets do not apply.
   dye() {
     const style = getComputedStyle(document.getElementById("ink"));
     this.ink = { text: style.color, grid: style.borderTopColor, band: style.backgroundColor };
@@ -186,7 +186,7 @@ class Page {
   }
 }
 
-// The values of all runs at a place, beside the cursor.
+// The box beside the cursor that shows the values of all runs at its x position.
 class Tip {
   constructor(page) {
     this.page = page;
