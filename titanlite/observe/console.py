@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Greatest width of a printed line, in columns. Longer lines are folded."""
 _RECENT = 20  # logged steps from which the time left is estimated; few, so that slow first steps soon drop out
-_LONG_WAIT = 0.1  # share of the recent steps' time spent on waiting for data from which on a warning is due
+_LONG_WAIT = 0.1  # warn if recent steps spent this share of their time, or more, on waiting for data
 
 
 class Console(Observer):
@@ -50,8 +50,8 @@ class Console(Observer):
         self._file = append_plain(log_folder / f"rank{rank}.log")
         self._rank, self._total = rank, total_steps
         self._stream = None if local_rank else stream or sys.stdout  # also None once writing has failed
-        self._work: Callable[[int], float] = float  # from a step to the work done up to its end
-        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds, wait, seconds per work
+        self._work: Callable[[int], float] = float  # step → work done up to its end
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds: in all, waiting, per work
         self._has_waited = False
         self._bar: tuple[Progress, TaskID] | None = None
 
@@ -71,9 +71,7 @@ class Console(Observer):
             self._warn_of_wait()
 
     def measure_by(self, work: Callable[[int], float]) -> None:
-        """Estimate the time left from `work(step)`, the work up to a step, such as its tokens: steps may differ in
-        size.
-        """
+        """Estimate the time left from `work(step)`, the work up to a step, such as tokens: steps may differ in size."""
         self._work = work
 
     def notice(self, text: str, style: str = "") -> None:
@@ -114,7 +112,7 @@ class Console(Observer):
             self._draw(partial(self._print, self._stream, _fold_long(redact(text)), style, done))
 
     def _draw(self, write: Callable[[], None]) -> None:
-        """Call `write`, which writes to the terminal. If it fails, never use the terminal again."""
+        """Call `write`, which writes to the terminal. If it fails, log that, and never use the terminal again."""
         try:
             write()
         except OSError as e:

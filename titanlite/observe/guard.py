@@ -47,9 +47,7 @@ class Guard:
             faulthandler.enable(sys.__stderr__)  # prints the stacks at the guard's SIGABRT
 
     def runs(self, limit_s: float) -> None:
-        """Tell the guard process that this rank is alive. Without a further call it kills the rank after `limit_s`
-        seconds, not counting time in which the rank is suspended.
-        """
+        """Report to the guard process that this rank is alive. After `limit_s` without a report it kills the rank."""
         with suppress(OSError, ValueError):  # the guard process has ended, or does not read
             self._pipe.write(f"{limit_s}\n".encode())
 
@@ -105,8 +103,9 @@ def _is_stopped(process: int) -> bool:
 
 
 def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
-    """Write to status.json that the run failed, unless it records another run, or the end of this run. It replaces a
-    recorded ConnectionError, which a rank writes only because another rank has ended.
+    """Write the failure to status.json, unless this file is of another run, or already records the end of this run.
+
+    A recorded ConnectionError is replaced, since a rank only fails with it after another rank has ended.
     """
     with suppress(OSError, ValueError), one_writer(status):
         content = read_status(status)

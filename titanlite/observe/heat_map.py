@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _OCTAVES = 2  # the colour scale extends from a quarter of the mean to four times the mean
-_COLUMNS = 600  # of pixels along a run's time axis; each shows the row that covers its tokens
+_COLUMNS = 600  # pixels along a run's time axis; each shows the row that covers its tokens
 _TICKS = 16  # greatest number of labelled layers
 
 Load = NDArray[np.float64]
@@ -58,7 +58,7 @@ def loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Load]:
 def _draw_run(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     """Draw one run into `axes`, one band per layer. Returns the last layer's image, from which a colour bar is made."""
     layers, ends = loads(rows), np.array([row["tokens"] for row in rows], dtype=np.float64)
-    begin = max(0.0, 2 * ends[0] - ends[1]) if len(ends) > 1 else 0.0  # a branched run begins late
+    begin = max(0.0, 2 * ends[0] - ends[1]) if len(ends) > 1 else 0.0  # a branched run does not begin at 0 tokens
     middles = begin + (np.arange(_COLUMNS) + 0.5) / _COLUMNS * (ends[-1] - begin)
     unit, scale = ("tokens (millions)", 1e6) if ends[-1] >= 1e6 else ("tokens", 1.0)
     colours = {"aspect": "auto", "cmap": "RdBu_r", "vmin": -_OCTAVES, "vmax": _OCTAVES, "interpolation": "nearest"}

@@ -9,7 +9,7 @@ from typing import Any
 Event = Mapping[str, Any]
 
 # The first match wins. Names of elementwise kernels and reductions made by torch.compile may contain the operator that
-# they feed, such as mm, so their pattern comes first; titanlite's own memory-bound kernels count with them. A fused
+# they feed, such as mm, so their pattern comes first; titanlite's own memory-bound kernels are in their class. A fused
 # kernel of communication and matmul has both in its name and counts as a matmul. Attention kernels come from the same
 # libraries as matmuls, so their pattern precedes that of matmuls.
 _CLASSES = (
@@ -63,9 +63,7 @@ def cpu_work(trace: Mapping[str, Any]) -> list[Work]:
 
 
 def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
-    """Yield the events of a thread by start time, each with the list of events that enclose it, outermost first. The
-    list is one object, which changes with each event.
-    """
+    """Yield a thread's events by start time, each with the (reused) list of events that enclose it, outermost first."""
     around: list[Event] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
         while around and span_of(around[-1])[1] <= event["ts"]:

@@ -13,8 +13,8 @@ _GIB = 2**30
 def memory_gib(device: torch.device) -> tuple[float, float]:
     """Return the values of `memory_gib` and `memory_allocated_gib` in a metrics row, in GiB.
 
-    On a GPU these are two peaks since the start or `restart_peak`: of the memory that the caching allocator reserved,
-    and of the memory that tensors took. On a CPU they are the peak and the present resident size of the process.
+    On a GPU these are two peaks since the start of the process or `restart_peak`: of the memory that the caching
+    allocator reserved, and of that allocated to tensors. On a CPU: the process's peak and present resident size.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB, torch.cuda.max_memory_allocated(device) / _GIB

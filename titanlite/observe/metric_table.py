@@ -16,9 +16,7 @@ AXES = ("step", "tokens")
 
 
 class Column(NamedTuple):
-    """A column of a comparison's table: its heading, a function that makes a cell's number of all values that a run
-    logged of a metric, and the number's format.
-    """
+    """A column of a comparison's table: heading, function from a run's logged values to the cell's number, format."""
 
     heading: str
     pick: Callable[[Sequence[float]], float]
@@ -61,7 +59,7 @@ _FLOAT8 = ("input_saturated", "weight_saturated", "input_flushed", "weight_flush
 _EXPERTS = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss", "bias_range")
 _METRICS = (
     Metric("loss", "train/loss", "Loss", "training loss", _NATS, console="loss {:7.4f}".format, loss_of="train loss"),
-    Metric("z_loss", "train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),  # unscaled
+    Metric("z_loss", "train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),  # without its coefficient
     # Bits per byte include the loss of separator tokens, which have no bytes: ending a document costs bits, too.
     *(
         Metric(f"validation_{what}{end}", f"val/{what}{end}", "Loss", f"validation loss{of}", unit, loss_of=lowest)
@@ -134,7 +132,7 @@ _METRICS = (
     Metric("accuracy", "eval/accuracy", "Accuracy", "accuracy"),
     Metric("accuracy_norm", "eval/accuracy_norm", "Accuracy", "accuracy by bytes"),
     Metric("evaluation_seconds", "eval/seconds"),
-    Metric("share", "data/share"),  # of the tokens since step 1, by source
+    Metric("share", "data/share"),  # share of a source in the tokens since step 1
     Metric("targets", "targets"),  # logged only as 0: the step had no token with a target, thus no loss
     *(Metric(f"float8_{what}", f"float8/{what}", f"float8: {what.replace('_', ' ')}") for what in _FLOAT8),
     *(Metric(f"experts_{what}", f"experts/{what}") for what in _EXPERTS),

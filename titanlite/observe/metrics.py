@@ -43,9 +43,8 @@ Row = Mapping[str, float]
 class MetricsFile(Observer):
     """Appends rows to `metrics.jsonl`, on rank 0. First it drops the rows of steps that will be trained again.
 
-    The file and its folder are created if missing. Rows up to `resume_step` are kept. With `validates_again`, the
-    validation and evaluation of that step will be repeated, so their rows are dropped, too. With `resume_step` 0 a new
-    file is begun.
+    The file and its folder are created if missing. Rows up to `resume_step` are kept; with `validates_again`, without
+    the validation and evaluation of that step, which are repeated. With `resume_step` 0 a new file begins.
 
     Raises:
         RunError: a line before the last one is not a JSON object.
@@ -54,7 +53,7 @@ class MetricsFile(Observer):
 
     def __init__(self, path: Path, resume_step: int, validates_again: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.earlier: Path | None = None  # new path of the file of an earlier start, after a start at step 0
+        self.earlier: Path | None = None  # new path of an existing file, after a start at step 0
         self.last_step = 0  # the last training step whose row is kept
         has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
@@ -126,9 +125,7 @@ def is_of_step(row: Mapping[str, Any]) -> bool:
 
 
 def _is_as_read(value: Any, key: str) -> bool:
-    """Return whether a value is None or a 64-bit number, or has no number but a key that is not declared. Fast, as a
-    run has millions of values.
-    """
+    """Return whether a value is None or a 64-bit number; undeclared keys may also have values of other types."""
     kind = type(value)
     if kind is float or value is None:
         return True

@@ -43,7 +43,7 @@ _DENSE_BF16: tuple[tuple[str, float], ...] = (
     (r"MI350X", 2300e12),
     (r"MI355X", 2500e12),
 )
-_MEASURE_S, _REPEATS = 0.3, 5  # as other processes may disturb a run, the fastest counts
+_MEASURE_S, _REPEATS = 0.3, 5  # seconds for all sizes; runs per size, of which the fastest counts
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:
@@ -127,7 +127,7 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
 
 
 def _timed_matmul(a: torch.Tensor) -> float:
-    """Return the seconds of `a @ a.T`. It is transposed as in a linear layer; else bfloat16 is slow on a CPU."""
+    """Return the seconds of `a @ a.T`, transposed as in a linear layer: bfloat16 on a CPU is slow otherwise."""
     if a.device.type != "cpu":
         torch.accelerator.synchronize(a.device)
     start = time.perf_counter()

@@ -36,7 +36,8 @@ def peak_memory(
     Args:
         events: all events of a trace that was recorded with allocations.
         device: "cuda" or "cpu".
-        held: bytes allocated before the traced steps, by category; on a GPU the key "before" has their total.
+        held: bytes allocated before the traced steps, by category; on a GPU the key "before" has the total, with
+            buffers.
         window: start and end of the traced steps, by the host's clock.
         reserved: most bytes that the caching allocator reserved; 0 on a CPU.
     """
@@ -65,8 +66,8 @@ def peak_memory(
     for ts, size, address, maker in changes[: peak + 1]:
         there.pop(address, None) if size < 0 else there.update({address: (ts, size, maker)})
     now = changes[peak][0]
-    begins = next((start for start, end in optimizer if end > now), math.inf)  # it may be running at the peak
-    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # first free
+    begins = next((start for start, end in optimizer if end > now), math.inf)  # it may have begun by the peak
+    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # first time
     categories = {name: size for name, size in held.items() if name != "before"}
     categories[BUFFERS] = max(0, before - sum(categories.values()))
     for address, (made, size, maker) in there.items():

@@ -1,8 +1,7 @@
 """Record a torch.profiler trace of a few steps on every rank, for `titanlite explain` and for people.
 
 Each rank writes a summary, `rank<i>.json` (`step_profile.py`). Rank 0 also writes its trace, `rank0.json.gz` (open it
-in https://ui.perfetto.dev), and `kernels.txt`. All ranks record, as only all summaries together show which rank waited
-for which.
+in https://ui.perfetto.dev), and `kernels.txt`. All ranks record, to show which rank waited for which.
 
 `profiling.start_step` counts the steps of the run, not of the process: a run that resumes after this step warns that it
 records no trace. Other steps are neither recorded nor marked, so the profiler costs them nothing.
@@ -50,7 +49,7 @@ class Profiler:
     ) -> None:
         self._folder, self._run, self._device, self._console = folder, run, device, console
         self._start_step, self._last_step = config.start_step, config.start_step + config.steps - 1
-        self._edges: dict[int, Literal["begin", "end"]] = {}  # by the step after which it happens
+        self._edges: dict[int, Literal["begin", "end"]] = {}  # whether the trace begins or ends after a step
         self._trace: profile | None = None
         self._mark: record_function | None = None
         if config.enable and config.start_step >= first_step:
@@ -88,7 +87,7 @@ class Profiler:
         self._mark.__enter__()
 
     def end(self, step: int) -> None:
-        """End the mark of the last traced step once the device has finished the step: later work belongs to none."""
+        """End the mark of the last traced step once the device has finished the step, so that later work is outside."""
         if self._trace is not None and step == self._last_step:
             self._close()
 

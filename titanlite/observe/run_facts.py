@@ -14,7 +14,7 @@ _TAG = 64  # characters of the longest tag that Weights & Biases accepts
 
 
 def run_facts(parameters: int, world: int, device: torch.device) -> dict[str, Any]:
-    """Return a run's facts by their names in wandb's config. `parameters`: number in the model; `world`: of ranks."""
+    """Return facts by their names in wandb's config, for a model of `parameters` parameters on `world` ranks."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     facts: dict[str, Any] = {"world_size": world, "gpu": gpu, "parameters": parameters}
     commit = commit_of(_ROOT)
@@ -43,7 +43,7 @@ def commit_of(root: Path) -> str | None:
     """Return the commit of the git checkout at `root`, and whether files differ from it; None without a checkout."""
     if not (root / ".git").exists():
         return None
-    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # also of another user's: it is only read
+    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # accept another user's checkout: it is only read
     named = ["describe", "--always", "--exclude=*", "--abbrev=64", "--dirty= with changes"]
     try:
         return subprocess.run([*git, *named], capture_output=True, text=True, check=True, timeout=10).stdout.strip()

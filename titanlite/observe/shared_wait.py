@@ -20,10 +20,10 @@ _ANSWER_S = 5.0  # longest wait for the store, whose host may be gone
 
 
 class SharedWait:
-    """Writes to the job's store that this rank waits for data or was asked to stop, and reads whether any rank was."""
+    """Writes to the job's store that this rank waits for data or was asked to stop, and reads what others wrote."""
 
     def __init__(self, store: "dist.Store") -> None:
-        # Each for one thread: the one that waits for data, the watchdog's, and the one that handles signals.
+        # One connection per thread: the one that waits for data, the watchdog's, and the one that handles signals.
         self._teller, self._asker, self._stopper = store.clone(), store.clone(), store.clone()  # type: ignore[attr-defined]
 
     def tell(self) -> None:

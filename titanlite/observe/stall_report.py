@@ -34,13 +34,12 @@ class StallReport:
     """One rank's side of the report, with a connection to the job's store."""
 
     def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
-        # A second connection: the main thread's is blocked while NCCL, say, waits on it for a peer.
+        # A connection besides that of the main thread, which is blocked while NCCL, say, waits on it for a peer.
         self._store, self._rank, self._world = store.clone(), rank, world  # type: ignore[attr-defined]
         self._store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 
     def hold(self, where: str, wait_s: float) -> str | None:
-        """Store this rank's position `where` (step, phase and line), and poll those of other ranks for `wait_s`
-        seconds.
+        """Store this rank's position `where` (step, phase, line), and poll the other ranks' for `wait_s` seconds.
 
         Returns:
             On rank 0, or on rank 1 if rank 0 or the store does not answer: one line per position, with its ranks; the
@@ -70,9 +69,7 @@ class StallReport:
         return f"{words} ({self._store.get(process).decode()})"
 
     def _poll(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
-        """Return the positions, by rank, that `ranks` store within `wait_s` seconds. Those of earlier stalls are
-        ignored.
-        """
+        """Return the positions that `ranks` store within `wait_s` seconds, by rank, without those of earlier stalls."""
         polled: dict[int, str] = {}
         missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
         while missing:
@@ -113,7 +110,7 @@ def _store_host() -> str:
 
 
 def innermost_line(frame: FrameType | None) -> str:
-    """Return file, line and function of the innermost frame in titanlite's code, or else of the innermost frame."""
+    """Return file, line and function of the innermost frame in titanlite's code, or else of the innermost of all."""
     innermost = frame
     while frame is not None:
         path = Path(frame.f_code.co_filename)

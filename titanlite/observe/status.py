@@ -24,7 +24,7 @@ from titanlite.json_file import parse_json
 from titanlite.observe.observer import Observer
 from titanlite.redact import redact_tree
 
-_RENEW_S = 10.0  # between renewals: rare enough to cost nothing on a network disk
+_RENEW_S = 10.0  # interval of renewals: rare enough to cost nothing on a network disk
 _WAIT_S = 2.0  # longest wait for the lock, which a process holds for milliseconds
 
 
@@ -41,7 +41,7 @@ class Status(Observer):
         self._began = ""  # start time of the run, as rank 0 wrote it
         self._end = ""  # the final state, once it is written
         self._before = self._content() if rank == 0 else {}
-        self._lock = threading.Lock()  # another thread writes at a second signal
+        self._lock = threading.Lock()  # at a second signal another thread writes, too
         if rank == 0:
             self._write("running")
             self._began = self._started
@@ -59,8 +59,7 @@ class Status(Observer):
         self._write_running(stalled=text)
 
     def idle(self, is_last: bool) -> bool:
-        """Restore the final state that the file had before this start, which has no step to do; return whether it had
-        one.
+        """Restore the final state that the file had before a start without steps to do; return whether it had one.
 
         `is_last`: all steps of the run are done. Then "stopped" is not restored, as the run is finished now.
         """
@@ -88,8 +87,8 @@ class Status(Observer):
     def failed(self, error: BaseException) -> None:
         """Write that the run ended with an error, after the last step recorded.
 
-        If another rank has already written its end, this rank fails only in consequence, and writes nothing. Exception:
-        a TitanliteError of rank 0 is a mistake of all ranks, and is written. The text of a stall is kept.
+        If another rank has already written its end, this rank fails only in consequence, and writes nothing. Only a
+        TitanliteError of rank 0, a mistake that all ranks share, is written even then. The text of a stall is kept.
         """
         with one_writer(self._path):
             if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
@@ -131,8 +130,7 @@ class Status(Observer):
             run |= {key: before[key] for key in run if key in before}
         content = {"state": state, "step": self.step, **more, **run, "updated": now()}
         with self._lock:
-            # A late report of a stall does not replace a final state; nor does a failure after "stopped", its
-            # consequence.
+            # A late report of a stall does not replace a final state, nor a failure in consequence of a stop "stopped".
             if (self._end and (state == "running" or (self._end, state) == ("stopped", "failed"))) or self._is_lost():
                 return
             write_status(self._path, content, self._rank)
@@ -180,9 +178,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
-    """Replace a `status.json`; on a full disk, write a final state over it. `rank` makes the temporary file's name
-    unique.
-    """
+    """Replace a `status.json`; on a full disk, write a final state over it. The temporary file's name has `rank`."""
     text = json.dumps(redact_tree(content), indent=2) + "\n"
     try:
         write_durably(path, text, by=f".{rank}", on_disk=False)

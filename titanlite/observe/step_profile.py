@@ -1,8 +1,7 @@
 """Define the summary of one rank's trace, `profile/rank<i>.json`, which `titanlite explain` reads.
 
-It holds intervals by category, the collectives in order, start and end of each step, and the memory at its peak. It
-takes a few hundred kilobytes, where the trace of a model of 8B takes 100 MB. Times are microseconds since `origin_us`,
-by the host's clock.
+It holds intervals by category, the collectives in order, each step's start and end, and the memory at its peak: a few
+hundred kilobytes, where an 8B model's trace has 100 MB. Times are microseconds since `origin_us`, by the host's clock.
 """
 
 import json

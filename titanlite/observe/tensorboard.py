@@ -62,7 +62,7 @@ class TensorBoardFile(Observer):
         from torch.utils.tensorboard import SummaryWriter
 
         rows, written = read_metrics(metrics), 0
-        for path in sorted(folder.glob("events.out.tfevents.*"))[-1:]:  # its first event has its `purge_step`
+        for path in sorted(folder.glob("events.out.tfevents.*"))[-1:]:  # without rows it has an event at `purge_step`
             for event in LegacyEventFileLoader(str(path)).Load():
                 written = event.step
         self._first = min(written, max((row["step"] for row in rows), default=0))  # it may be validated again

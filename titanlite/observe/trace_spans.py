@@ -5,9 +5,8 @@ that launched them: kernels launched within the optimizer count for the optimize
 their process group, which determines the mesh axis. A step ends with the last kernel launched in it.
 
 On a CPU the intervals are those of operators in the computing threads, without their callees. Gloo's threads show when
-a collective runs, but not on which axis. Collectives run in the order of their calls, so each is matched with its call.
-The axis follows from the code around the call: a hook of FSDP, or a functional collective of tensor, context or expert
-parallelism.
+a collective runs, but not on which axis. Collectives run in the order of their calls, and the axis follows from the
+code around a call: a hook of FSDP, or a functional collective of tensor, context or expert parallelism.
 """
 
 import re

@@ -174,7 +174,7 @@ def has_login() -> bool:
 
 
 def _run_id(folder: Path) -> str:
-    """Return the run's id from its file. A new one is made at the first start, if it is damaged, or without `lines`."""
+    """Return the run's id from its file. A new id is made if this file, or the file `lines`, is missing or damaged."""
     path = folder / "run_id"
     known = ""
     with suppress(FileNotFoundError):

@@ -44,8 +44,8 @@ _LOOK_S = 0.5  # between checks for new rows and changed files
 def main() -> None:
     """Start or continue the run in wandb, send rows until training ends, and finish the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # rows come until training ends; not inherited by wandb's service
-    commands = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered: `select` must see what is not read yet
+        signal.signal(number, lambda *_: None)  # go on until training ends; wandb's service does not inherit handlers
+    commands = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered, so that `select` sees all unread input
     reports = os.dup(1)
     os.dup2(2, 1)  # prints of wandb go to stderr, not among the reports
 
@@ -57,7 +57,7 @@ def main() -> None:
     Thread(target=_end_after, args=(work["trainer"], work["end_s"]), daemon=True).start()
     doing = "start"
     try:
-        rows = os.fdopen(os.open(work["metrics"], os.O_RDONLY), "rb")  # once: a restart replaces the file
+        rows = os.fdopen(os.open(work["metrics"], os.O_RDONLY), "rb")  # opened once: a restart replaces the file
         kept = rows.read(work["kept_bytes"]).splitlines()
         lines, times, lost = _open_lines(Path(work["folder"], "wandb/lines"), len(kept))
         run = _start_or_offline(work, say)
@@ -92,7 +92,7 @@ def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
     lines that follow them.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    with suppress(OSError):  # a file system without locks
+    with suppress(OSError):  # the file system may lack locks
         fcntl.flock(file, fcntl.LOCK_EX)  # wait for an earlier start's process, which may still send rows
     marks = [_sent_at(line) for line in path.read_bytes().split(b"\n")[:-1]]  # an incomplete line's row was not sent
     times = [mark for mark in marks if mark is not None][:kept]
@@ -185,7 +185,7 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
 
 
 def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
-    """Send each row that is added to the file until training ends; return its exit code, or 1 if it was killed."""
+    """Send each row that is added to the file until training ends. Return training's exit code; 1 if it was killed."""
     at, taken, files = work["kept_bytes"], 0, dict[str, tuple[int, int]]()
     while True:
         ended = bool(select.select([commands], [], [], _LOOK_S)[0])
@@ -195,7 +195,7 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], 
         if new := found[: found.rfind(b"\n") + 1].splitlines(keepends=True):  # complete lines
             now = time.time()
             os.write(lines, f"{now}\n".encode() * len(new))
-            os.fsync(lines)  # before the rows are sent, so that a power cut loses no count of sent rows
+            os.fsync(lines)  # on disk before the rows are sent, in case of a power cut
             for row in new:
                 run.log(_row(row, now))
             at, taken = at + sum(map(len, new)), taken + len(new)

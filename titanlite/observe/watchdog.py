@@ -61,10 +61,10 @@ class _Clock:
         self.longest_s = 0.0  # longest time between two reports under this limit; may include one interval of checks
 
     def idle_s(self, seen: _Seen, now: float) -> float:
-        """Return the time from the last report, in `seen`, until `now`, without time in which it was suspended."""
+        """Return the time from the last report, in `seen`, until `now`, without suspensions of the process."""
         # If this thread had to wait for more than twice its interval, the process was suspended.
         stopped_s = max(0.0, now - self._looked - 2 * _LOOK_S)
-        is_before = now - seen.since < stopped_s  # suspended before the last report
+        is_before = now - seen.since < stopped_s  # the suspension preceded the last report
         if seen.since != self._last.since:
             spent_s = seen.since - self._last.since - self._still_s - is_before * stopped_s
             self.longest_s, self._still_s = max(self.longest_s, spent_s), 0.0
