@@ -2,8 +2,7 @@
 
 A training loss may begin at 12 and end at 3, and an axis from 0 to 12 would show no difference between two runs. So the
 first 2 % of the run are ignored, and the axis covers the 1st to the 95th percentile of the other values. At each end it
-also covers the values beyond, if they add no more than half of that range. `page/fit.js` has the same rule for the HTML
-report.
+also covers the values beyond, if they add no more than half of that range. `page/fit.js` does the same in the report.
 """
 
 import math

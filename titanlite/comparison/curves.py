@@ -2,8 +2,7 @@
 
 A line of many thousand points is wider than any screen. So it is cut into pieces of 2, 4, 8, … rows, and the mean, the
 least and the greatest value of each piece are kept. Unlike a choice of points, the means leave a smoothed curve in
-place, and the extremes keep each spike. As the lengths are powers of two, pieces end at the same steps in runs of
-different length.
+place, and the extremes keep each spike. As lengths are powers of two, pieces end at the same steps in all runs.
 
 Time is training time, the sum of the steps' `seconds`, without validations and checkpoints.
 """
@@ -84,7 +83,7 @@ def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tupl
 
 
 def rows_a_piece(rows: int) -> int:
-    """Return into pieces of how many rows a line of `rows` rows is cut: a power of two, or 1 if it is not cut."""
+    """Return the number of rows per piece for a line of `rows` rows: a power of two, or 1 if the line is not cut."""
     return 1 if rows <= LONGEST else 2 ** math.ceil(math.log2(3 * rows / LONGEST))  # three values are kept per piece
 
 
@@ -145,7 +144,7 @@ def _chart(name: str, lines: list[Curve], first: str) -> Chart:
 
 
 def _clock(record: RunRecord) -> tuple[Values, Values] | None:
-    """Return the logged steps, after 0, and the seconds of training up to each; None if a step lacks its time."""
+    """Return 0 and the logged steps, with the seconds of training up to each; None if a step lacks its time."""
     rows = record.steps
     if not rows or any(not isinstance(row.get("seconds"), int | float) for row in rows):
         return None

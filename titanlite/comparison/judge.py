@@ -7,9 +7,8 @@ first config whose initial weights were nudged by one rounding (`training.nudge`
 they do is within rounding. The first steps are the most telling, because rounding is still small. Later, a single
 nudged run may have drifted little by chance.
 
-The reported difference is the mean of the paired differences over the last fifth of the steps. Its interval is made by
-a block bootstrap, because differences of neighbouring steps are correlated. Runs of other seeds show the size of
-chance.
+The reported difference is the mean of the paired differences over the last fifth of the steps. A block bootstrap makes
+its interval, as differences of neighbouring steps are correlated. Runs of other seeds show how much is chance.
 """
 
 import math
@@ -53,14 +52,14 @@ class Verdict:
     line: str  # text that `titanlite compare` prints
     low: float = math.nan  # low to high: interval of the run's mean loss less the first run's, in nats per token;
     high: float = math.nan  # infinite if there are too few steps, NaN if there is no mean
-    # Tokens trained on, [n], ascending, and up to which difference of the losses rounding counts as the cause, [n], in
-    # nats per token; None without nudged runs.
+    # Tokens trained on, [n], ascending, and the loss difference up to which rounding counts as the cause at each, [n],
+    # in nats per token; None without nudged runs.
     band: tuple[Values, Values] | None = None
     is_short: bool = False  # one of the two runs ended before the last step of its config
 
     @property
     def passes(self) -> bool:
-        """Return whether the run trains like the first, and both have done all steps of their configs or go on."""
+        """Return whether the run trains like the first, and neither run ended before the last step of its config."""
         return self.kind != "differs" and not self.is_short
 
 
@@ -133,12 +132,14 @@ def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> 
 
 
 def _is_between(ratio: float, n: int) -> bool:
-    """Return whether a drift ratio is accepted with n nudged runs, but might not be with more. False for `FLOORS`."""
+    """Return whether n nudged runs accept a drift ratio that more of them might not. False if n is `FLOORS`."""
     return BEYOND < ratio <= _LIMITS[n - 1]
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
-    """Return, by metric, the drift of `other` from `first` over that of the nudged runs: the maximum over windows."""
+    """Return, by metric, the drift of `other` from `first` divided by that of the nudged runs, the root mean square of
+    each window: the largest ratio of all windows (`_windows`).
+    """
     ratios = {}
     for metric in _RESOLUTION:
         tokens, drift = paired_differences(other, first, metric)
@@ -188,7 +189,7 @@ def _other_samples(first: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int] | None:
-    """Return why two runs differ whatever their mean difference is, and the number of tokens; None without a reason.
+    """Return why two runs differ whatever their mean difference is, and at how many tokens; None without a reason.
 
     Reasons are values that are missing or not finite. With `is_equal` (all losses and gradient norms that are finite in
     both runs are equal), another metric with different values is a reason, too.

@@ -28,7 +28,7 @@ class Parting:
 
 
 def first_parting(first: Sketches, other: Sketches, nudged: Sketches) -> Parting | None:
-    """Find the first tensor whose difference exceeds `judge.BEYOND` times the largest that nudged weights made so far.
+    """Find the first tensor that differs by more than `judge.BEYOND` times the largest effect of a nudge on it so far.
 
     Sketches have keys "step tensor", those of `first` in order of computation. Tensors that `other` lacks are skipped.
     """

@@ -77,7 +77,7 @@ def style_of(run: int, runs: int) -> dict[str, Any]:
 
 
 def running_median(x: Values, y: Values) -> tuple[Values, Values]:
-    """Return x at places along a line, and the running median of y there; a line of under `_LONG` points as it is.
+    """Return some x of a line, and the running median of y around each. Lines of under `_LONG` points do not change.
 
     Only finite values count. Near the beginning, where a loss falls steeply, the window shrinks to remain centred. Near
     the end it does not, as a single noisy last step would look like a trend.
@@ -120,7 +120,7 @@ def _draw_differences(
 def _draw_smoothed(
     axes: Any, lines: Sequence[Curve], runs: int, has_faint: bool, faint: dict[str, float]
 ) -> list[tuple[Values, Values]]:
-    """Draw each line's running median, with `has_faint` over the line itself in style `faint`; return the medians."""
+    """Draw each line's running median, over the line itself in style `faint` if `has_faint`; return the medians."""
     shown = []
     for line in lines:
         style = style_of(line.run, runs)

@@ -1,4 +1,4 @@
-"""Train the config of a run again: nudged, to measure rounding, or for a few steps, to take sketches of tensors."""
+"""Train a run again: nudged, to measure the effect of rounding, or for a few steps, to take sketches of tensors."""
 
 import sys
 import tempfile
@@ -31,7 +31,7 @@ def floor_of(folder: Path, seed: int) -> Path:
 
 
 def measure_floor(record: RunRecord, seed: int) -> None:
-    """Train a run again with nudged initial weights, on as many processes, into the folder `floor_of` beside it."""
+    """Train a run again with nudged initial weights, on as many processes, into the folder that `floor_of` returns."""
     nudged, last = floor_of(record.path, seed), record.last_step
     log = nudged / "logs" / "rank0.log"
     sys.stdout.write(

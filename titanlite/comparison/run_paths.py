@@ -18,7 +18,7 @@ def require_runs(
         command: name of the command, as "titanlite compare".
         folders: the paths to check.
         file: name of the other file; "" if there is none.
-        advice: returns how to correct a folder that lacks `file`; "" if that is not known.
+        advice: returns what to do about a folder that lacks `file`; "" if that is not known.
 
     Raises:
         RunError: a path is no such folder. The message names all such paths.

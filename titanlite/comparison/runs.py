@@ -23,7 +23,7 @@ from titanlite.streams import one_line
 
 T = TypeVar("T")
 
-_LEAST = {"training.steps": 0, "job.stop_after": 0, "metrics.log_freq": 1}  # minimum; decide which steps are logged
+_LEAST = {"training.steps": 0, "job.stop_after": 0, "metrics.log_freq": 1}  # least allowed values
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def _without_rows(folder: Path) -> str:
-    """Return how to correct the choice of a run without metrics.jsonl, by its status.json; "" without a state."""
+    """Return advice on a run that has a state but no metrics.jsonl: to leave it out. "" if it has no state."""
     state = _recorded_state(folder)
     return state and f'leave it out: nothing was logged there, and its status.json says "{state}"'
 
 
 def recorded_config(folder: Path) -> dict[str, Any]:
-    """Read the config.toml of a run's folder, by dotted keys. Refuse keys of `_LEAST` without a number in range."""
+    """Read the config.toml of a run's folder, by dotted keys. Refuse values out of range for the keys in `_LEAST`."""
     path, want = folder / "config.toml", "TOML, as the run wrote it"
     config = _own_file(path, want, lambda path: dotted(tomli.loads(path.read_text(encoding="utf-8"))))
     problems = [
@@ -117,7 +117,7 @@ def _own_file(path: Path, want: str, read: Callable[[Path], T]) -> T:
     """Return `read(path)` of a file that a run wrote. Raise RunError, which names `want`, if its content is invalid."""
     try:
         return read(path)
-    except (*MALFORMED, RecursionError) as error:  # tomli raises the last
+    except (*MALFORMED, RecursionError) as error:  # tomli raises RecursionError
         is_needed = path.name == "config.toml"
         fix = "restore the file from a copy" if is_needed else "restore the file, or delete it to go on without it"
         raise RunError.of(str(path), path.name, str(error), want, fix) from error
@@ -133,7 +133,7 @@ def title_of(records: Sequence[RunRecord]) -> str:
 
 
 def _read(path: Path, name: str) -> RunRecord:
-    """Read a run, which gets `name`, from its folder or from wandb's server."""
+    """Read a run from its folder or from wandb's server; `name` is its name in the comparison."""
     if is_run_path(path):
         with tempfile.TemporaryDirectory() as folder:
             fetch_run(path, Path(folder))

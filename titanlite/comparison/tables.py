@@ -44,7 +44,7 @@ def _column_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return the entries of `config_table` with different values, without the way in which a run was resumed."""
+    """Return the entries of `config_table` whose values differ, except `checkpoint.resume`."""
     rows = config_table(records)
     return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "checkpoint.resume"]
 
@@ -68,7 +68,7 @@ def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[st
 
 
 def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]] | None:
-    """Return one list per feature of a receipt: its name, and what was requested, applied and skipped."""
+    """Return one list per feature of a receipt: name, requested, applied, skipped. None if there is no receipt."""
     if receipt is None:
         return None
     rows = []

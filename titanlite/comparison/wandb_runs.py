@@ -27,7 +27,7 @@ _TIMEOUT_S = 30  # per request to the server
 
 
 def is_run_path(path: Path) -> bool:
-    """Return whether a path names a run on wandb's server, entity/project/run_id, and does not exist as a file."""
+    """Return whether a path names a run on wandb's server, entity/project/run_id, and does not exist locally."""
     return _PATH.fullmatch(str(path)) is not None and not os.path.lexists(path)
 
 
@@ -35,8 +35,7 @@ def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the path of a run on wandb's server; None if wandb does not have the run.
 
     Args:
-        path: entity/project/run_id, or the run's folder. For a folder the entity is left out: the user's key implies
-            it.
+        path: entity/project/run_id; or the run's folder, for which the result has no entity: the user's key implies it.
         config: config of the run, by dotted keys, which names the project.
     """
     if is_run_path(path) and (match := _PATH.fullmatch(str(path))):
@@ -83,7 +82,7 @@ def wandb_server(where: str, key: str, want: str, fix: str) -> Iterator[Any]:
             yield wandb.Api(timeout=_TIMEOUT_S)
     except TitanliteError:
         raise
-    except Exception as error:  # of wandb, of the network, or because of a server of another version
+    except Exception as error:  # errors of wandb or the network, or due to a server of another version
         saw = redact(str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise RunError.of(where, key, saw, want, fix) from error
 

@@ -1,9 +1,8 @@
 """Show the verdict of a comparison on the pages that the compared runs have in Weights & Biases.
 
-The verdict is in a run's summary, under `compare/verdict` and `compare/with`, and the picture is a file of the run.
-Nothing is added to the history, as a run in progress numbers its lines itself. A later comparison replaces both. Other
-runs in the groups of the compared runs (`metrics.wandb_group`) get all verdicts, so that each page of a group shows
-them.
+The verdict is in a run's summary, under `compare/verdict` and `compare/with`, and the picture is a file of the run. A
+later comparison replaces both. Nothing is added to the history, as a run in progress numbers its lines itself. Other
+runs in the groups of the compared runs (`metrics.wandb_group`) get all verdicts, for their pages to show.
 """
 
 from collections.abc import Sequence
