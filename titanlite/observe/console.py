@@ -95,7 +95,7 @@ class Console(Observer):
         self._file.close()
 
     def _warn_of_wait(self) -> None:
-        """Warn, once per run, if recent steps spent too large a share of their time on waiting for data."""
+        """Warn, once per process, if recent steps spent too large a share of their time on waiting for data."""
         all_of_it, waited = sum(seconds for seconds, _, _ in self._recent), sum(wait for _, wait, _ in self._recent)
         if self._has_waited or len(self._recent) < _RECENT or waited < _LONG_WAIT * all_of_it:
             return
@@ -224,7 +224,7 @@ def _accuracies(row: Row) -> str:
 
 
 def _float8(row: Row) -> str:
-    """Format the lowest SQNR of a layer's float8 output, and the largest shares of clamped and of zeroed inputs."""
+    """Format the lowest SQNR of a layer's float8 output, and the largest shares of clamped and of zeroed elements."""
     sqnr = {key: number for key, number in row.items() if key.startswith("float8_output_sqnr_db.")}
     worst = min(sqnr, key=sqnr.__getitem__)
     clamped, lost = (

@@ -54,10 +54,10 @@ class ExpertsFile(MetricsFile):
 
 
 def read_experts(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of an `experts.jsonl`. All have the same layers and number of experts; their tokens increase.
+    """Read the rows of an `experts.jsonl`. All have the same layers and experts, and increasing "tokens".
 
     Raises:
-        RunError: a row has other layers or experts than the first row, or no more tokens than the previous row.
+        RunError: a row has other layers or experts than the first row, or no more "tokens" than the previous row.
     """
     rows = read_metrics(path)
     shapes = [{name: [n >= 0 for n in tokens] for name, tokens in row.get("experts", {}).items()} for row in rows]

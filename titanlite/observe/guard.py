@@ -47,7 +47,7 @@ class Guard:
             faulthandler.enable(sys.__stderr__)  # prints the stacks at the guard's SIGABRT
 
     def runs(self, limit_s: float) -> None:
-        """Report to the guard process that this rank is alive. After `limit_s` without a report it kills the rank."""
+        """Report to the guard process that this rank is alive. It kills a rank that is silent for `limit_s` seconds."""
         with suppress(OSError, ValueError):  # the guard process has ended, or does not read
             self._pipe.write(f"{limit_s}\n".encode())
 

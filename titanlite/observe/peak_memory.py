@@ -66,8 +66,8 @@ def peak_memory(
     for ts, size, address, maker in changes[: peak + 1]:
         there.pop(address, None) if size < 0 else there.update({address: (ts, size, maker)})
     now = changes[peak][0]
-    begins = next((start for start, end in optimizer if end > now), math.inf)  # it may have begun by the peak
-    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # first time
+    begins = next((start for start, end in optimizer if end > now), math.inf)  # the optimizer may have begun
+    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # time of first free
     categories = {name: size for name, size in held.items() if name != "before"}
     categories[BUFFERS] = max(0, before - sum(categories.values()))
     for address, (made, size, maker) in there.items():

@@ -29,14 +29,14 @@ _ROWS, _NAME = 40, 110  # rows of kernels.txt, and characters of a kernel's name
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context that marks its body with a name in the trace, or does nothing while none is recorded."""
+    """Return a context manager that marks its body in the trace by a name, or does nothing if none is recorded."""
     if torch.autograd.profiler._is_profiler_enabled:
         return record_function(name)
     return contextlib.nullcontext()
 
 
 class Profiler:
-    """Traces the steps that the config section `[profiling]` sets. Use it as a context around the training loop."""
+    """Traces the steps that the config section `[profiling]` sets. A context manager around the training loop."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ _ANSWER_S = 5.0  # longest wait for the store, whose host may be gone
 
 
 class SharedWait:
-    """Writes to the job's store that this rank waits for data or was asked to stop, and reads what others wrote."""
+    """Records in the job's store that this rank waits for data or was asked to stop; reads the records of all ranks."""
 
     def __init__(self, store: "dist.Store") -> None:
         # One connection per thread: the one that waits for data, the watchdog's, and the one that handles signals.

@@ -160,7 +160,7 @@ def _of_device(
         elif kind == "communication":
             axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks(launched))
             spans[f"{COMMUNICATION} {axis.removesuffix(OF_EXPERTS)}"].append(span)
-            if _MEETS.search(e["name"]):  # in order of launch, the same on all ranks
+            if _MEETS.search(e["name"]):  # sorted by launch below: all ranks launch in one order
                 collectives[axis].append((launched, span))
             elif _COPY_ENGINES_MEET.search(e["name"]):
                 collectives[f"{axis}{BY_COPY_ENGINES}"].append((launched, span))

@@ -174,11 +174,11 @@ def has_login() -> bool:
 
 
 def _run_id(folder: Path) -> str:
-    """Return the run's id from its file. A new id is made if this file, or the file `lines`, is missing or damaged."""
+    """Return the run's id from its file. A new id is made if that is missing or damaged, or `lines` is missing."""
     path = folder / "run_id"
     known = ""
     with suppress(FileNotFoundError):
-        os.close(open_plain(folder / "lines", os.O_RDWR))  # as wandb's process opens it
+        os.close(open_plain(folder / "lines", os.O_RDWR))  # must open, as in wandb's process
         known = read_plain(path).decode(errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{8}", known):
         known = secrets.token_hex(4)

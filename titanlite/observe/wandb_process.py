@@ -143,7 +143,7 @@ def _start_or_offline(work: dict[str, Any], say: Any) -> "wandb.Run":
 
 
 def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.Run":
-    """Start wandb in the given mode, without prints, and collecting nothing on its own but the machine's load."""
+    """Start wandb in the given mode. It prints nothing, and collects nothing by itself but the machine's load."""
     import wandb
 
     # A failed attempt leaves its id "in use" in wandb's service until a teardown. The setting `silent` must follow it.
@@ -235,7 +235,7 @@ def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
             if rows:
                 draw_heat_map({run.name or "": rows}, Path(folder, "experts.png"))
                 run.summary["experts/heat_map"] = wandb.Image(str(Path(folder, "experts.png")))
-    except Exception as error:  # the run is finished all the same
+    except Exception as error:  # must not keep the run from being finished
         say(failed=["draw the experts", _first_line(error)])
 
 

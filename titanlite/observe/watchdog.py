@@ -57,7 +57,7 @@ class _Clock:
 
     def __init__(self, seen: _Seen, now: float) -> None:
         self._last, self._looked = seen, now
-        self._still_s = 0.0  # suspended since the last report
+        self._still_s = 0.0  # seconds of suspension since the last report
         self.longest_s = 0.0  # longest time between two reports under this limit; may include one interval of checks
 
     def idle_s(self, seen: _Seen, now: float) -> float:
@@ -153,7 +153,7 @@ class Watchdog:
                     self._status.stalled(text)
 
     def _write(self, text: str, stacks: bool = False) -> None:
-        """Write a text to stderr and to the rank's log, to each even if the other fails; `stacks`: with all stacks."""
+        """Write to stderr and to the rank's log, to each even if the other fails. `stacks`: add all threads' stacks."""
         for file in (sys.__stderr__, self._log):
             with contextlib.suppress(OSError, ValueError):
                 if file is not None:
