@@ -32,7 +32,7 @@ DASHES = ((), (8, 4), (2, 3))  # of lines 1 to 7, 8 to 14, 15 to 21; then they r
 class Curve:
     """One run's values of one metric, with their steps, tokens and times. Arrays are [n]."""
 
-    run: int  # index in the comparison
+    run: int  # index of the run in the comparison
     steps: Values
     tokens: Values  # trained on up to each step
     seconds: Values | None  # of training up to each step; None if the run's rows lack the time per step
@@ -75,7 +75,7 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
 
 def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tuple[Values, Values]:
     """Return the token counts [n], ascending, at which both runs logged a finite value of `metric`, and the differences
-    of these values, `record` less `first`, [n].
+    of these values, `record` minus `first`, [n].
     """
     found = differences_from(*(_curve(0, run.steps, metric, None) for run in (record, first)))
     known = np.isfinite(found.values)
@@ -118,7 +118,7 @@ def packed(values: Values, kind: str = "f4") -> str:
 
 
 def differences_from(line: Curve, first: Curve) -> Curve:
-    """Return the curve `line` less `first` at the token counts that both have. It may be empty."""
+    """Return the curve `line` minus `first` at the token counts that both have. It may be empty."""
     tokens, ours, its = np.intersect1d(line.tokens, first.tokens, return_indices=True)
     seconds = None if line.seconds is None else line.seconds[ours]
     return Curve(line.run, line.steps[ours], tokens, seconds, line.values[ours] - first.values[its])

@@ -31,7 +31,7 @@ from titanlite.observe.metrics import is_of_step
 _LIMITS = (640.0, 32.0, 13.0, 5.0)
 BEYOND = _LIMITS[-1]
 FLOORS = len(_LIMITS)  # greatest number of nudged runs
-_RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # relative effect of another order of float32 sums
+_RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # relative effect of summing float32 in another order
 _NOTHING = "nothing"  # stands for the loss of a step without targets
 # Keys, up to a dot, whose values must be equal for the verdict "equal bits".
 _JUDGED = {"grad_norm", *(key for key, metric in METRICS.items() if metric.group in ("Loss", "Accuracy"))}
@@ -50,7 +50,7 @@ class Verdict:
     run: str  # name of the run
     kind: str  # "equal bits", "within" rounding, seed noise or tolerance, "no difference shown" or "differs"
     line: str  # text that `titanlite compare` prints
-    low: float = math.nan  # low to high: interval of the run's mean loss less the first run's, in nats per token;
+    low: float = math.nan  # low to high: interval of the run's mean loss minus the first's, in nats per token;
     high: float = math.nan  # infinite if there are too few steps, NaN if there is no mean
     # Tokens trained on, [n], ascending, and the loss difference up to which rounding counts as the cause at each, [n],
     # in nats per token; None without nudged runs.
@@ -132,13 +132,13 @@ def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> 
 
 
 def _is_between(ratio: float, n: int) -> bool:
-    """Return whether n nudged runs accept a drift ratio that more of them might not. False if n is `FLOORS`."""
+    """Return whether a drift ratio is within the limit for n nudged runs, but beyond that for `FLOORS` nudged runs."""
     return BEYOND < ratio <= _LIMITS[n - 1]
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
-    """Return, by metric, the drift of `other` from `first` divided by that of the nudged runs, the root mean square of
-    each window: the largest ratio of all windows (`_windows`).
+    """Return, by metric, the drift of `other` from `first` relative to that of the nudged runs: the largest ratio of
+    root mean squares over a window (`_windows`).
     """
     ratios = {}
     for metric in _RESOLUTION:

@@ -13,16 +13,16 @@ from titanlite.comparison.judge import BEYOND
 
 Sketches = Mapping[str, NDArray[np.float64]]
 
-_RESOLUTION = 2.0**-20  # relative effect of another order of float32 sums
+_RESOLUTION = 2.0**-20  # relative effect of summing float32 in another order
 
 
 @dataclass(frozen=True)
 class Parting:
     """The first tensor in which two runs differ by more than rounding."""
 
-    step: int  # its step
-    tensor: str  # its name
-    difference: float  # its relative difference
+    step: int  # the first step in which the runs differ
+    tensor: str  # name of the first tensor that differs in this step, in order of computation
+    difference: float  # relative difference of the runs in the tensor
     rounding: float  # largest relative difference that nudged weights have made in the tensor up to this step
     others: int  # number of further tensors of this step that differ
 

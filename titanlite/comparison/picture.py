@@ -110,7 +110,7 @@ def _draw_differences(
     shown = _draw_smoothed(axes, lines, runs, len(lines) == 1, {"alpha": 0.15, "linewidth": 0.6})
     axes.axhline(0, color="#555555", linewidth=0.8)
     low, high = fitted_limits(shown, 0, end, end)
-    for tokens, limit in bands:  # fitted apart from the lines, whose many points would outweigh it
+    for tokens, limit in bands:  # fitted apart from the lines, whose many points would outweigh a band's
         axes.fill_between(tokens, -limit, limit, linewidth=0, **_NOISE)
         _, most = fitted_limits([(tokens, limit)], 0, end, end)
         low, high = min(low, -most), max(high, most)

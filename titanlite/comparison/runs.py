@@ -35,8 +35,8 @@ class RunRecord:
     config: dict[str, Any]  # dotted key → value
     state: str  # of status.json; "" if there is none
     receipt: list[dict[str, Any]] | None  # of receipt.json, one entry per feature; None if there is none
-    is_running: bool = False  # whether a job trains it now, by its status.json
-    path: Path = Path()  # of its folder, or on wandb's server, as the user gave it
+    is_running: bool = False  # whether a job trains the run now, by its status.json
+    path: Path = Path()  # path of the folder, or on wandb's server, as the user gave it
 
     @property
     def steps(self) -> list[dict[str, Any]]:
