@@ -1,12 +1,12 @@
-"""Write checkpoints in a thread while training goes on: training waits for a copy of the tensors, not for the disk.
+"""Write checkpoints in a thread while training goes on. Training waits for a copy of the tensors, not for the disk.
 
-The copies are on the host, pinned where there is a GPU, in memory that is taken at the start, so that a run for which
-there is none ends there and not at its first checkpoint: on each rank as much as its share of weights and moments. The
-thread has a process group of its own over gloo, for collectives of two threads in one group would meet in any order. A
-checkpoint is published as any other, so one that is cut off is absent.
+Each rank copies its share of weights and optimizer state to host memory, pinned if the rank has a GPU. The memory is
+allocated at the start, so that a run with too little of it ends at once and not at its first checkpoint. The thread has
+a gloo process group, because the collectives of two threads in one group could be matched in different orders. A
+checkpoint is published as in a synchronous save, so an interrupted one does not exist for readers.
 """
 
-# torch's annotations are partial, and how a DTensor is laid out is private there.
+# torch's annotations are partial, and the layout of a DTensor is a private attribute.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportArgumentType=false, reportCallIssue=false
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ from titanlite.errors import ConfigError
 
 
 class Background:
-    """Saves the checkpoints of a run, one at a time. All ranks make one, and call its methods alike.
+    """Saves the checkpoints of a run in a thread, one at a time. All ranks call the same methods in the same order.
 
     Raises:
-        ConfigError: on all ranks, if the host's memory is not enough for the copies.
+        ConfigError: on all ranks, if a host has too little memory for the copies.
     """
 
     def __init__(self, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]) -> None:
@@ -42,9 +42,9 @@ class Background:
         on_all_ranks(lambda: self._take_memory(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: SavedState) -> None:
-        """Copy the tensors and begin to write them; call `wait` before. Arguments as for `Checkpoints.save`.
+        """Copy the tensors, and begin to write the copies. Call `wait` first. Arguments as in `Checkpoints.save`.
 
-        The tensors may change as soon as this returns, the state may not.
+        After this returns, the caller may change the tensors, but not `state`.
         """
         staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if torch.cuda.is_available():
@@ -64,30 +64,30 @@ class Background:
             raise ConfigError.of(f"rank {rank()}", "checkpoint.async_mode", saw, want, fix) from e
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor to the host, in the layout that it has."""
+        """Begin to copy this rank's part of a tensor to the host. A DTensor becomes a DTensor of the same layout."""
         copy = self._copies[name].copy_(_local_part(tensor), non_blocking=True)
-        # Not from_local, which would move it back to the mesh's device.
+        # `DTensor.from_local` would move the copy back to the mesh's device.
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the last checkpoint could not be written, as far as this rank knows by now."""
+        """Return whether the last write has already failed on this rank; False while it is still running."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def written(self) -> Path | None:
-        """Give the checkpoint that has become complete since this or `wait` was last called, or None."""
+        """Return the checkpoint that was completed since the last call of this method or of `wait`, or None."""
         if self._writing is None or not self._writing.done() or self.has_failed:
             return None
         return self.wait()
 
     def wait(self) -> Path | None:
-        """Wait until nothing is being written. Collective.
+        """Wait for the checkpoint that is being written. Collective.
 
         Returns:
-            The checkpoint that was waited for, or None.
+            The folder of this checkpoint, or None if none was being written.
 
         Raises:
-            CheckpointError: on all ranks, what `Checkpoints.save` raised.
+            CheckpointError: on all ranks, the error of `Checkpoints.save`.
         """
         writing, self._writing = self._writing, None
         return writing.result() if writing else None

@@ -1,8 +1,8 @@
-"""Find the checkpoint of another run that a run branches off; no torch here.
+"""Find the checkpoint of another run from which a run starts (branches off). Does not import torch.
 
-`checkpoint.initial_load_path` may name a run, which goes on training and saving meanwhile. A branch begins from its
-newest checkpoint, and `branch.json` in the branch's own folder says of which step: a start before the branch has a
-checkpoint of its own begins there again, not where the other run is by then.
+`checkpoint.initial_load_path` may name a run that is still training and saving. A branch starts from the newest
+checkpoint of that run, and records its step in `branch.json` in the folder of the branch. If the branch is started
+again before it has saved a checkpoint, it starts from the recorded step, not from a newer one of the other run.
 """
 
 import json
@@ -17,23 +17,23 @@ from titanlite.json_file import MALFORMED, read_json
 
 _KEY = "checkpoint.initial_load_path"
 _RECORD = "branch.json"
-_LISTED = 8  # runs or checkpoints that a message lists at most
+_LISTED = 8  # the most runs or checkpoints that a message lists
 
 
 def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
-    """Return (folder of checkpoints, step) of another run of titanlite that a run starts from.
+    """Return (folder of checkpoints, step) of the other titanlite run from which a run starts.
 
     Args:
-        path: `checkpoint.initial_load_path`: the folder of a run or of its checkpoints, of which the newest complete
-            one is taken, or of one checkpoint.
-        run: folder of the run that branches off, which does so at the same step at each start.
+        path: `checkpoint.initial_load_path`: the folder of a run or of its checkpoints (the newest complete one is
+            taken), or of one checkpoint.
+        run: folder of the run that branches off. If it records a step for this path, that step is taken.
 
     Returns:
-        None for another folder, as one in Hugging Face's layout.
+        None if `path` is empty or another kind of folder, such as one in Hugging Face's layout.
 
     Raises:
-        CheckpointError: the run has no complete checkpoint, or no longer the one of that step; or there is no such
-            folder, but other runs or checkpoints are beside it.
+        CheckpointError: the other run has no complete checkpoint, or its checkpoint of the recorded step is gone; or
+            the folder does not exist, but other runs or checkpoints are beside it.
     """
     folder = Path(os.path.expanduser(path))
     require_reachable(folder / "config.json")
@@ -64,7 +64,7 @@ def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
 
 
 def remembered_step(path: str, run: Path) -> int | None:
-    """Return the step at which a run branched off a path, or None; raise CheckpointError if its record is damaged."""
+    """Return the step at which `run` branched off `path`, or None. Raise CheckpointError if the record is damaged."""
     try:
         said = read_json(run / _RECORD)
         of, step = _real(said["initial_load_path"]), int(said["step"])
@@ -77,28 +77,28 @@ def remembered_step(path: str, run: Path) -> int | None:
 
 
 def remember_branch(path: str, run: Path, step: int) -> None:
-    """Record the step at which a run branches off a path."""
+    """Record in the folder `run` that the run branches off `path` at `step`."""
     write_durably(run / _RECORD, json.dumps({"initial_load_path": _real(path), "step": step}) + "\n")
 
 
 def _real(path: str) -> str:
-    """Return the one form of a path."""
+    """Return the absolute path, without symbolic links and `~`."""
     return os.path.realpath(os.path.expanduser(path))
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's, which may have saved nothing yet."""
+    """Return whether a folder is that of a run, also if the run has saved no checkpoint yet."""
     is_begun = all(os.path.exists(folder / name) for name in ("status.json", "config.toml"))
     return is_begun or os.path.isdir(folder / "checkpoints")
 
 
 def _is_of_checkpoints(folder: Path) -> bool:
-    """Return whether a folder is, or would be, a run's folder of checkpoints."""
+    """Return whether a path is the folder `checkpoints` of a run; it need not exist yet."""
     return folder.name == "checkpoints" and _is_run(folder.parent)
 
 
 def _refuse_missing(path: str, folder: Path) -> None:
-    """Refuse a path that does not exist beside checkpoints or runs: one of these was meant."""
+    """Refuse a missing path if checkpoints or runs are beside it: the user probably meant one of them."""
     if _is_of_checkpoints(folder.parent) or complete_steps(folder.parent):
         _refuse_checkpoint(path, folder)
     if _is_of_checkpoints(folder):
@@ -108,7 +108,7 @@ def _refuse_missing(path: str, folder: Path) -> None:
         return
     try:
         runs = {each.name: each.stat().st_mtime for each in missing.parent.iterdir() if _is_run(each)}
-    except OSError:  # whose folder it is says what it wants
+    except OSError:  # not readable: the code that loads weights from the path raises the error
         return
     if not runs:
         return
@@ -119,7 +119,7 @@ def _refuse_missing(path: str, folder: Path) -> None:
 
 
 def _refuse_checkpoint(path: str, folder: Path) -> None:
-    """Refuse a path beside a run's checkpoints that is not a complete one."""
+    """Refuse a path in a run's folder of checkpoints that is not a complete checkpoint."""
     if not (steps := complete_steps(folder.parent)):
         _refuse_run(path, folder.parent.parent)
     want = f"a complete checkpoint of the run: of step {_list_of(steps)}"

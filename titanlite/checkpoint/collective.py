@@ -1,8 +1,8 @@
-"""Act on every rank, and fail on every rank if one fails.
+"""Run an action on every rank, and raise on every rank if it fails on one.
 
-A rank that raises alone leaves the others waiting in their next collective until it times out, and the message that
-says why is on one rank of many. Everything in a checkpoint that can fail on a single rank (a disk, a damaged file)
-therefore runs inside `on_all_ranks`. Without a process group there is one rank, and all of this is a plain call.
+If only one rank raised, the others would wait in their next collective until it times out, and the message would be in
+the log of that rank alone. Every part of a save or load that can fail on a single rank (a disk, a damaged file)
+therefore runs inside `on_all_ranks`. Without a process group there is one rank, and this is a plain call.
 """
 
 # torch's annotations are partial.
@@ -34,21 +34,20 @@ def world_size() -> int:
 def on_all_ranks(
     action: Callable[[], T], group: dist.ProcessGroup | None = None, writes: Path | None = None
 ) -> list[T]:
-    """Call `action` on every rank and give every rank all results.
+    """Call `action` on every rank, and return the results of all ranks on every rank.
 
     Args:
-        action: must not use collectives itself, for it may fail before them; its result can be pickled, and is
-            gathered on all ranks.
-        group: of all ranks, for a thread that must not use the one of the others; None: that one.
-        writes: the folder that a save writes with it, for the message if it cannot.
+        action: must not call collectives, because it may fail before it reaches them. Its result is pickled.
+        group: a process group of all ranks, for a thread that must not use the default group. None: the default group.
+        writes: the folder to which `action` writes. If the write fails, the message tells how much space is free.
 
     Returns:
         The results, by rank.
 
     Raises:
-        TitanliteError: it failed on some rank; message and class are that rank's, on all ranks. What is not an error of
-            ours becomes a CheckpointError; only what looks like a bug, not an error of the operating system either,
-            keeps its type and traceback on the rank where it is.
+        TitanliteError: `action` failed on some rank. All ranks raise the class of the first failed rank's error, with
+            the messages of all. Errors that are not a TitanliteError become a CheckpointError, with one exception: a
+            rank with an error that looks like a bug (no OSError either) raises its original error.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -70,23 +69,23 @@ def on_all_ranks(
 
 
 def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None, writes: Path | None = None) -> T:
-    """Call `action` on rank 0 and give every rank its result, or its failure; the rest as in `on_all_ranks`."""
+    """Call `action` on rank 0. Return its result, or raise its error, on every rank. Arguments as in `on_all_ranks`."""
     return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None, group, writes)[0])
 
 
 def needs_to_write(folder: Path) -> tuple[str, str]:
-    """Return what a save wants of a folder that it cannot write, and the fix, for a message."""
+    """Return the texts (want, fix) for the message that a save cannot write to a folder."""
     free, make_room = disk_space_in(folder)
     want = "a folder that every rank can write to, with space and quota for the whole checkpoint"
     return want, f"{make_room} ({free} now) or set job.dump_folder to another disk; earlier checkpoints are whole"
 
 
 def _for_all_ranks(failure: Exception, writes: Path | None) -> tuple[type[TitanliteError], str]:
-    """Return the class and message to raise everywhere; an error that is not ours gets its rank and type."""
+    """Return the class and message to raise on all ranks. Rank and type are added to an error of another library."""
     if isinstance(failure, TitanliteError):
         return type(failure), str(failure)
     message = f"rank {rank()}: {type(failure).__name__}: {failure}"
     if writes is not None and isinstance(failure, OSError):
-        with contextlib.suppress(OSError):  # of a disk that does not even say what is free
+        with contextlib.suppress(OSError):  # the disk may not even report its free space
             message = str(Problem(f"{message}, while {writes} was written", "", *needs_to_write(writes)))
     return CheckpointError, message

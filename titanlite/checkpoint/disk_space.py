@@ -1,7 +1,7 @@
-"""Check before the first step that a disk has room for the checkpoints of a run; no torch here.
+"""Check before the first step whether a disk has room for the checkpoints of a run. Does not import torch.
 
-A save asks again for itself and ends the run where there is none (`store.py`): hours later, with a long interval.
-Neither sees quotas.
+Each save also checks the room for itself and ends the run if there is too little (`store.py`). With a long interval
+that may be hours later. Neither check sees quotas.
 """
 
 import math
@@ -14,23 +14,23 @@ from titanlite.checkpoint.publish import THREADS, complete_steps, stale_bytes
 from titanlite.config.check import last_step
 from titanlite.config.schema import Config
 
-SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
-_FILES = THREADS + 3  # of a checkpoint, at least: tensors, state.json, the manifest, the folder
+SPARE = 1.1  # required free space, as a multiple of the tensors' bytes: room for headers, state.json and rounding
+_FILES = THREADS + 3  # the least inodes of a checkpoint: files of tensors, state.json, the manifest, the folder
 
 
 def lack_of_disk_space(root: Path, config: Config, each: int) -> str | None:
-    """Return a warning if the disk has no room for the checkpoints that a run will have at once; `each` is in bytes."""
+    """Return a warning if the disk has no room for all checkpoints that a run keeps at a time, of `each` bytes."""
     steps, last = complete_steps(root), last_step(config)
     newest, interval = max(steps, default=0), config.checkpoint.interval
-    to_come = math.ceil(last / interval) - newest // interval  # at each multiple, and at the end
+    to_come = math.ceil(last / interval) - newest // interval  # one at each multiple, one at the end
     if last <= newest:
         return None
     keep, there = config.checkpoint.keep_latest_k, len(steps)
-    # An old one is deleted when the new one is complete, the one that the run resumed from not at all.
+    # An old checkpoint is deleted once a new one is complete. The one that the run resumed from is never deleted.
     more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
     folder = next(path for path in (root, *root.parents) if path.exists())
     free, files = shutil.disk_usage(folder).free + stale_bytes(root), os.statvfs(folder)
-    lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # 0 of all: it has as many as it likes
+    lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # f_files is 0 if there is no limit
     if free >= (more - 1 + SPARE) * each and not lacks_files:
         return None
     others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"

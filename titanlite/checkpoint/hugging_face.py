@@ -1,8 +1,8 @@
-"""Folders in Hugging Face's layout: write a checkpoint as one, and start a run from the weights of one.
+"""Write a checkpoint as a folder in Hugging Face's layout, and start a run from the weights of such a folder.
 
-One process writes, and reads the parameters of one file after the other, so that a model need not fit into memory,
-whatever layout it was trained under. The folder is complete or absent, as a checkpoint is. When a run starts, each rank
-reads one parameter after the other and keeps its slice.
+A single process writes the folder. It loads the parameters of one output file at a time, so that the model need not fit
+into memory, whatever layout it was trained under. Like a checkpoint, the folder is either complete or absent. When a
+run starts, each rank reads one parameter after the other and keeps its slice.
 """
 
 # The annotations of torch, safetensors and tokenizers are partial.
@@ -41,7 +41,7 @@ from titanlite.parallel.initialise import local_slice
 
 # Tables of positions and masks, which older releases of transformers saved beside the weights.
 _BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
-_FILE_BYTES = 5_000_000_000  # of weights in one file, as transformers itself writes them
+_FILE_BYTES = 5_000_000_000  # the most bytes of weights in one file, as in transformers
 
 
 def export_checkpoint(
@@ -55,14 +55,14 @@ def export_checkpoint(
     *,
     averaged: bool = False,
 ) -> None:
-    """Write a checkpoint as the folder `out`, which is not there yet, with weights of `dtype`, as "bfloat16".
+    """Write a checkpoint as the new folder `out`, with weights of `dtype`, such as "bfloat16".
 
-    The checkpoint is verified once it is certain that the folder can be written. With `averaged` the average of
-    weights, which it then has, is written in their place. `say` is called with what was written.
+    First it is made sure that the folder can be written; then the checkpoint is verified. With `averaged` the moving
+    average in the checkpoint is written instead of the weights. `say` is called with each message of progress.
 
     Raises:
-        CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another
-            model; or transformers has no such model.
+        CheckpointError: the folder cannot be written or has too little room; the checkpoint is damaged or has another
+            model than `config`; or transformers has no such model.
     """
     layout, seq_len = ARCHITECTURES[config.model.name], config.training.seq_len
     if wrong := without_place(config.model.name, dims):
@@ -88,7 +88,7 @@ def export_checkpoint(
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
             if makes_parent:
-                with suppress(OSError):  # something is in it by now
+                with suppress(OSError):  # another process may have written into it
                     out.parent.rmdir()
             raise
     except (OSError, SafetensorError) as error:
@@ -98,15 +98,15 @@ def export_checkpoint(
 
 
 def load_weights(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
-    """Fill a run's float32 parameters, in any layout, with the weights of a folder whose config.json is the run's.
+    """Fill a run's float32 parameters, in any layout, with the weights of a folder in Hugging Face's layout.
     Collective.
 
     Returns:
-        How many weights were read.
+        The number of weights that were read.
 
     Raises:
-        CheckpointError: weights are missing, surplus or of other shapes (all are listed); or a rank with a disk of its
-            own has read others than rank 0. On all ranks.
+        CheckpointError: weights are missing, surplus or of other shapes (all are listed); or the folder on some rank's
+            host has other weights than rank 0's. On all ranks.
     """
 
     def load_here() -> tuple[int, int]:
@@ -121,9 +121,9 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
 
 
 def check_weights(path: str, architecture: str, model: nn.Module) -> None:
-    """Raise the CheckpointError of `load_weights` by the headers of a folder's files alone."""
+    """Check the weights of a folder as `load_weights` does, with the same errors, but read only the files' headers."""
     with _folder_of(path, "initial weights") as folder, ExitStack() as opened:
-        # As numpy's: for torch a file is mapped as if all of it might be written, for which not every host has room.
+        # With "np", because "pt" maps a file as writable, for which not every host has enough memory.
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "np"))) for file in weight_files(folder)}
         _find_weights(folder, ARCHITECTURES[architecture], model, dict(model.named_parameters()), saved)
 
@@ -138,7 +138,7 @@ def _folder_of(path: str, who: str) -> Generator[Path]:
 
 
 def _full_name(layout: Architecture, name: str) -> str | None:
-    """Return the full name of a tensor of a folder, whose prefix may be missing; None if it is not a weight."""
+    """Return the name of a saved tensor with the model's prefix, which may be missing; None if it is not a weight."""
     base = layout.names["norm"].partition(".")[0]
     return None if _BUFFER.search(name) else name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}"
 
@@ -146,7 +146,7 @@ def _full_name(layout: Architecture, name: str) -> str | None:
 def _find_weights(
     folder: Path, layout: Architecture, model: nn.Module, parameters: Mapping[str, Tensor], saved: Mapping[Path, Any]
 ) -> tuple[dict[str, tuple[Any, str]], bool]:
-    """Check the names, shapes and dtypes of a folder; return (file, name) of each weight, and if it has a tied head."""
+    """Check names, shapes and dtypes. Return ({weight: (file, saved name)}, whether a tied head is saved, too)."""
     places: dict[str, list[tuple[Path, str]]] = {}
     for file, content in saved.items():
         for name in content.keys():  # noqa: SIM118  it is no mapping
@@ -156,7 +156,8 @@ def _find_weights(
     require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")
     found = {key: (saved[of[0][0]], of[0][1]) for key, of in places.items()}
     shapes = {key: str(content.get_slice(name).get_shape()) for key, (content, name) in found.items()}
-    head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)  # None: tied, and left out
+    # The head is not None if the model ties it to the embedding, but the folder has it as well.
+    head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)
     wanted = {
         key: str([*weight.shape])
         for name, parameter in parameters.items()
@@ -172,7 +173,7 @@ def _find_weights(
 
 
 def _load(folder: Path, layout: Architecture, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Load the weights; return how many were read, and a sum over all their bits."""
+    """Fill the parameters with a folder's weights. Return (number of weights, a checksum over all their bits)."""
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
         found, has_tied_head = _find_weights(folder, layout, model, parameters, saved)
@@ -223,7 +224,7 @@ def _write_weights(
             ).items()
         }
         save_file(theirs, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # else nobody else may read it
+        shutil.copymode(folder / "config.json", folder / file)  # save_file lets only the owner read it
         where |= dict.fromkeys(theirs, file)
         say(f"{file}  {byte_size((folder / file).stat().st_size)}")
     if len(files) > 1:
@@ -233,7 +234,7 @@ def _write_weights(
 
 
 def _weights_by_file(n_bytes: Mapping[str, int]) -> list[list[str]]:
-    """Deal parameters out to files, in order."""
+    """Split parameters, given with their bytes, into files of about `_FILE_BYTES`; return the names in each file."""
     files, room = list[list[str]](), 0
     for name, size in n_bytes.items():
         if size > room:
@@ -245,7 +246,7 @@ def _weights_by_file(n_bytes: Mapping[str, int]) -> list[list[str]]:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
-    """Write tokenizer.json and the files beside it; the tokenizer "bytes" gets one token for each byte."""
+    """Write tokenizer.json and the files of its settings. The tokenizer "bytes" becomes one token for each byte."""
     import tokenizers
     from tokenizers import decoders, models
 
@@ -267,7 +268,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         content = whole.to_str(pretty=True)
         kind["eos_token"] = f"<0x{tokenizer.separator_id:02X}>"
     (folder / "tokenizer.json").write_text(content, encoding="utf-8")  # the library's own writer hides OSErrors
-    # Any other class, and what is left out here, would have transformers take tokenizer.json apart and change it.
+    # With another class, or without these keys, transformers would rebuild the tokenizer instead of using the file.
     adds = {"add_bos_token": tokenizer.bos_id is not None, "add_eos_token": False}
     before = json.loads(content)["pre_tokenizer"] or {}
     adds |= {key: before[key] for key in ("add_prefix_space",) if key in before}

@@ -1,7 +1,7 @@
-"""Tell whether the state of a checkpoint's optimizer is that of a run's, without torch.
+"""Decide whether a run can continue with the optimizer state of a checkpoint. Does not import torch.
 
-It is if each parameter has the same rule with state of the same dtype, and rules of the user's own file keep the same
-tensors. Settings of a rule, as its learning rate or momentum, may change.
+It can if each parameter has the same rule with state of the same dtype, and the rules of the user's own file keep the
+same tensors. Settings of a rule, such as its learning rate or momentum, may change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from titanlite.config.schema import Optimizer
 from titanlite.errors import CheckpointError, Problem, describe
 
 PREFIX = "optimizer/"
-"""The names of its tensors begin so."""
+"""Prefix of the names of the optimizer's tensors in a checkpoint."""
 
 
 def optimizer_identity(config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]) -> dict[str, Any]:
-    """Return `SavedState.optimizer`, from the rule of each parameter and the rules of the user's own file."""
+    """Return `SavedState.optimizer`. `rules`: the rule of each parameter. `own`: the rules of the user's own file."""
     used = {*rules.values()}
     state = {name: list(rule.state) for name, rule in own.items() if name in used}
     return {"rules": dict(rules), "state_dtype": config.state_dtype, "state": state}
@@ -33,12 +33,12 @@ def leaves_state(
     rules: Mapping[str, str],
     own: Mapping[str, OwnRule],
 ) -> bool:
-    """Return whether a start leaves the optimizer's state in the checkpoint, and begins with a fresh one.
+    """Return whether a run starts with fresh optimizer state instead of the checkpoint's.
 
-    The rules of a run's parameters are empty where they are not known.
+    `rules` is empty if the rules of the run's parameters are not known.
 
     Raises:
-        CheckpointError: it is of another optimizer, and `optimizer.fresh_state` is off.
+        CheckpointError: the saved state is of another optimizer, and `optimizer.fresh_state` is off.
     """
     if not (problems := _unlike(state, config, rules, own)):
         return False
@@ -48,19 +48,19 @@ def leaves_state(
 
 
 def afresh(folder: Path) -> str:
-    """Return the notice that the state in a checkpoint is not used."""
+    """Return the notice that the optimizer state in the checkpoint `folder` is not used."""
     return f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer"
 
 
 def changed_file(state: SavedState, own: Mapping[str, OwnRule], step: int) -> list[str]:
-    """Return a notice if the user's file of rules is another than at this step's checkpoint."""
+    """Return a notice if the user's file of rules differs from the one at the checkpoint of `step`."""
     now = next((rule.sha256 for rule in own.values()), None)
     same = state.optimizer_file in (None, now)
     return [] if same else [f"changed: optimizer.file is not the one of step {step}: rules may update otherwise"]
 
 
 def taken_by_branch(is_fresh: bool) -> str:
-    """Return what a run takes from another run's checkpoint, in words."""
+    """Describe what a run loads from another run's checkpoint. `is_fresh`: its optimizer's state starts afresh."""
     return "weights and place in the data" if is_fresh else "weights, optimizer and place in the data"
 
 
@@ -70,7 +70,7 @@ def _unlike(
     saved, problems = state.optimizer, list[Problem]()
     before: Mapping[str, str] = saved.get("rules", {})
     changed: dict[str, list[str]] = {}
-    for name, rule in rules.items():  # another name is another model's, which has a message of its own
+    for name, rule in rules.items():  # a parameter that is not in the checkpoint is reported elsewhere
         if (was := before.get(name, rule)) != rule:
             changed.setdefault(was, []).append(name)
     if changed:

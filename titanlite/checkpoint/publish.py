@@ -4,14 +4,14 @@
     step-00000120/            complete: MANIFEST.json was written last, then the folder was renamed
     step-00000120.deleting/   being removed; never loaded, never counted
 
-The rename is the commit: a kill at any instant leaves the checkpoint before it. The manifest has the size and SHA-256
-of every file, because a flipped bit in a tensor file loads without a word. It protects against damage, not against a
-person who can write to the folder and may rewrite both.
+The rename is the commit: after a kill at any instant the previous checkpoint is still complete. The manifest lists the
+size and SHA-256 of every file, because a file of tensors with a flipped bit would load without an error. It protects
+against damage, not against a person with write access, who can change a file and the manifest.
 
 A checkpoint is flat: plain files with plain names, no subfolders and no links, so no name in a manifest can lead out of
-it. Hashing costs about a second per 2 GB and core; each rank therefore hashes what it wrote (`hash_files`), several
-files at a time, and what is left to rank 0 (`commit`) does not grow with the model. This module knows nothing of torch
-or of ranks.
+the folder. Hashing costs about a second per 2 GB and core. Each rank therefore hashes the files that it wrote
+(`hash_files`), several at a time, and the work of rank 0 (`commit`) does not grow with the model. This module uses
+neither torch nor ranks.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.json_file import parse_json
 
 MANIFEST = "MANIFEST.json"
-THREADS = 4  # of a rank, for what holds one up: checksums, and files that are written
+THREADS = 4  # per rank, to compute checksums and to write files of tensors
 _STEP = re.compile(r"step-([0-9]{8,})")
 _SEEN = re.compile(r"seen-[0-9a-f]{8}\.tmp")  # made by `Checkpoints.check_shared`
 _STALE = re.compile(rf"step-[0-9]{{8,}}\.(tmp|deleting)|{_SEEN.pattern}")
@@ -56,13 +56,13 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step of a complete checkpoint; None of any other folder."""
+    """Return the step if `folder` is a complete checkpoint, else None."""
     named = _STEP.fullmatch(folder.resolve().name)
     return int(named[1]) if named and _has_manifest(folder) else None
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Return the manifest's entry of each of these files, which are read back."""
+    """Read the files `names` of a folder, and return the manifest's entry for each."""
     found = list(names)
     sums = _sha256s([folder / name for name in found])
     return {name: FileEntry((folder / name).stat().st_size, sha256) for name, sha256 in zip(found, sums, strict=True)}
@@ -71,10 +71,10 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 def commit(tmp: Path, entries: Mapping[str, FileEntry]) -> Path:
     """Write the manifest, make everything durable and rename `tmp` to its final name.
 
-    One process calls it, when every writer has closed and synced its files: exactly those of `entries`.
+    One process calls this after all writers have closed and synced their files. `entries` lists all these files.
 
     Raises:
-        CheckpointError: the checkpoint exists already, or the folder does not hold what was written.
+        CheckpointError: the checkpoint exists already, or the folder does not hold exactly the files of `entries`.
     """
     final = tmp.with_suffix("")
     if os.path.lexists(final):
@@ -89,10 +89,10 @@ def commit(tmp: Path, entries: Mapping[str, FileEntry]) -> Path:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make an empty `step-<step>.tmp` to write into.
+    """Make the empty folder `step-<step>.tmp`, into which a save writes.
 
     Raises:
-        CheckpointError: the checkpoint of this step exists already. It is never overwritten.
+        CheckpointError: a checkpoint of this step exists already. It is never overwritten.
     """
     final = step_folder(root, step)
     if os.path.lexists(final):
@@ -109,13 +109,14 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
 
     Args:
         folder: the checkpoint.
-        share: the part of the files to hash, so that processes can share the reading; names and sizes are all checked.
-        shares: number of parts.
-        largest: bytes of the largest file to hash; larger ones are compared by size alone. None: all.
+        share: number of this process among the `shares` processes that split the hashing. Each process checks the names
+            and sizes of all files.
+        shares: number of processes that split the hashing.
+        largest: the most bytes of a file that is hashed; of larger files only the size is checked. None: no limit.
 
     Raises:
-        CheckpointError: names every file that is missing, altered or not a plain file of this checkpoint, or the first
-            that cannot be read.
+        CheckpointError: a file is missing, altered or not a plain file of this checkpoint (all are listed), or cannot
+            be read.
     """
     entries = _manifest(folder)
     hashed = [name for name, entry in entries.items() if largest is None or entry.bytes <= largest]
@@ -133,7 +134,7 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Return the steps with a complete checkpoint, oldest first; raise CheckpointError if a folder is unreadable."""
+    """Return the steps with a complete checkpoint, oldest first. Raise CheckpointError if a folder is unreadable."""
     try:
         steps = {int(p.name.removeprefix("step-")) for p in _named_as_steps(root) if _has_manifest(p)}
     except OSError as e:
@@ -142,15 +143,15 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def partial_folders(root: Path) -> list[str]:
-    """Return folders that are named as checkpoints but are not complete, as of a copy that broke off."""
+    """Return the folders that are named like checkpoints but are incomplete, for instance after an aborted copy."""
     whole = {step_folder(root, step).name for step in complete_steps(root)}
     return sorted(p.name for p in _named_as_steps(root) if p.name not in whole)
 
 
 def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints, 0 for all, and return the deleted steps, oldest first.
+    """Delete all but the newest `keep` complete checkpoints, and return the deleted steps, oldest first.
 
-    The step that the run was resumed from is spared, too: it is the last one known to load.
+    With a `keep` of 0 none is deleted. `spare`, the step that the run resumed from, is kept, too: it is known to load.
     """
     if keep == 0:
         return []
@@ -158,13 +159,13 @@ def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
     for step in old:
         doomed = step_folder(root, step)
         hidden = doomed.with_suffix(".deleting")
-        os.rename(doomed, hidden)  # from here on it is not a checkpoint, in one instant
+        os.rename(doomed, hidden)  # atomic: from here on it is not a checkpoint
         _delete(hidden)
     return old
 
 
 def remove_stale(root: Path) -> list[str]:
-    """Remove what a killed process left half written or half deleted, and name it. Call on one process, at start."""
+    """Remove folders that a killed process left partly written or deleted. Return their names. One process calls it."""
     stale = _stale(root)
     for path in stale:
         _delete(path)
@@ -215,7 +216,7 @@ def _manifest(folder: Path) -> dict[str, FileEntry]:
 
 
 def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Refuse a folder that does not hold exactly the files of `entries`, at their sizes."""
+    """Refuse a folder unless it holds exactly the files of `entries`, with their sizes; it may have a manifest, too."""
     found: dict[str, int] = {}
     problems: list[Problem] = []
     for item in sorted(os.scandir(folder), key=lambda i: i.name):
@@ -239,7 +240,7 @@ def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def cannot_be_read(where: str, e: OSError) -> CheckpointError:
-    """Return the error for files that the system cannot read, and that may be whole."""
+    """Return the error for a file that the system cannot read. The file itself may be undamaged."""
     want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
     return CheckpointError.of(where, e.filename or "a file", e.strerror or str(e), want, fix)
 
@@ -251,7 +252,7 @@ def _exists(final: Path) -> CheckpointError:
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder that no longer counts. Its name already says so, hence a failure need not end the run."""
+    """Remove a folder named `.tmp` or `.deleting`. A failure is only logged, because readers ignore such folders."""
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as e:  # for instance a file that another process still has open on NFS
@@ -267,7 +268,7 @@ def _fsync(folder: Path) -> None:
 
 
 def _sha256s(paths: Sequence[Path]) -> list[str]:
-    """Hash files side by side: arithmetic takes longer than the disk, and leaves the interpreter free."""
+    """Hash files in parallel threads: hashing is slower than the disk, and releases the interpreter lock."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(_sha256, paths))
 
