@@ -1,12 +1,12 @@
-"""Decide which step a run goes on from, and whether it is the same run; no torch here.
+"""Decide from which step a run resumes, and whether the checkpoint is of the same run. Does not import torch.
 
-The step is decided by the names of folders alone. `train.py` asks before it imports torch, so that a step that is not
-there is refused in a second; `Checkpoints.choose` asks again for all ranks. `titanlite validate` also looks into the
-checkpoint, as far as that takes no time. The rules are chosen so that no work is lost in silence:
+The step is decided by the names of folders alone. `train.py` decides it before it imports torch, so that a missing step
+is refused within a second; `Checkpoints.choose` decides it again for all ranks. `titanlite validate` also reads the
+small files of the checkpoint. The rules ensure that no work is lost silently:
 
-- `auto` takes the newest complete checkpoint, a step number exactly that one, `never` demands that there is none;
-- resuming behind newer checkpoints is refused, for a later `auto` would take the abandoned branch;
-- a folder that is only part of a checkpoint stops the run, it is not skipped.
+- `auto` takes the newest complete checkpoint, a number takes exactly that step, `never` demands that there is none;
+- a step that has newer checkpoints is refused, because a later `auto` would resume from those;
+- a folder with only part of a checkpoint stops the run instead of being skipped.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ from titanlite.config.stages import SOLE, longest_seq_len
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 
 MODEL, AVERAGE = "model/", "ema/"
-"""Beginnings of the names of the tensors of a model, and of an average of its weights."""
+"""Prefixes of the names of tensors in a checkpoint: of the model, and of the moving average of its weights."""
 
 
 def nothing_to_do(config: Config, done: int) -> str | None:
-    """Return a notice if a run that has done so many steps takes no more."""
+    """Return a notice if a run has no step left after `done` steps, else None."""
     last = last_step(config)
     if done < last:
         return None
@@ -39,11 +39,11 @@ def nothing_to_do(config: Config, done: int) -> str | None:
 
 
 def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | None:
-    """Return the step to load, or None for a fresh start; nothing is touched.
+    """Return the step to load, or None for a fresh start. No file is changed.
 
     Raises:
-        CheckpointError: the named step is not there, newer ones exist, there are some in spite of `never`, or a folder
-            is only part of a checkpoint.
+        CheckpointError: the named step does not exist or has newer ones, there are checkpoints in spite of `never`, or
+            a folder has only part of a checkpoint.
     """
     steps = publish.complete_steps(root)
     if parts := publish.partial_folders(root):
@@ -71,17 +71,17 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
 
 
 def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
-    """Return (folder of checkpoints, step) that a start goes on from, of the run or of another; None if there is none.
+    """Return (folder of checkpoints, step) of the checkpoint to start from: the run's own, another run's, or None.
 
     Raises:
-        CheckpointError: as `step_to_resume` and `branch_point` say.
+        CheckpointError: as in `step_to_resume` and `branch_point`.
     """
     step = step_to_resume(root, config.checkpoint.resume) if config.checkpoint.enable else None
     return branch_point(config.checkpoint.initial_load_path, root.parent) if step is None else (root, step)
 
 
 def dims_of(folder: Path, state: SavedState) -> ModelDims:
-    """Return the dimensions that a checkpoint was saved with; the recipe may have changed since."""
+    """Return the dimensions of the model that a checkpoint stores. The recipe may have changed since the save."""
     given = {key: value for key, value in state.model.items() if value is not None}
     problems = Problems(Origin(str(folder)))
     dims = from_table(ModelDims, {"help": "", **given}, problems)
@@ -97,12 +97,13 @@ def other_text(
     strict: bool,
     inputs: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Return a warning if a run goes on with other text than it was saved with, or with ids of another tokenizer.
+    """Return a warning if a run resumes with other text or another tokenizer than the checkpoint was trained with.
 
-    A fingerprint is "" where it is not known; there the hashes of a source's files, `inputs`, are compared.
+    `corpora` has the fingerprint of each source's tokens, and `tokenizer` is one, too; "" if not known. For a source
+    without a fingerprint, `inputs`, the hashes of its files, are compared.
 
     Raises:
-        CheckpointError: with `strict`, if the tokenizer is another: what ids mean is part of what the weights know.
+        CheckpointError: with `strict`, if the tokenizer differs: the weights were trained on the meaning of its ids.
     """
     made_by, before = state.tokenizer or tokenizer, state.corpora
     if tokenizer and made_by != tokenizer:
@@ -127,7 +128,7 @@ def other_text(
 
 
 def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
-    """Return `model`, `training` and `data` of `SavedState`: what must be the same in any folder it is resumed in."""
+    """Return the fields `model`, `training` and `data` of `SavedState`, which must not change on resuming."""
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
     training = {key: getattr(config.training, key) for key in ("seq_len", "seed")}
     data = {key: getattr(config.data, key) for key in ("shuffle_window", "packing")}
@@ -137,12 +138,12 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
 def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims, per_step: int | None) -> None:
     """Refuse to resume with another model, seed, sequence length or order of data.
 
-    A batch that differs only because the layout does is refused, too; one that is given may differ. The sequences of a
-    step of this run are None if the number of ranks is not known.
+    A batch size that differs only because the number of ranks does is refused, too; one that the config sets may
+    differ. `per_step` is the number of sequences in a step of this run, or None if it is not known.
 
     Raises:
-        CheckpointError: the recipe of the model has changed since, or the checkpoint is of another run.
-        ConfigError: the batch differs, and `training.global_batch_size` is not given.
+        CheckpointError: the recipe of the model has changed since the save, or the checkpoint is of another run.
+        ConfigError: the batch size differs, and `training.global_batch_size` is not set.
     """
     fixes = {
         "model": "the old value, or restore the recipe",
@@ -178,7 +179,7 @@ def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims
 
 
 def require_average(where: str, checkpoint: Path, state: SavedState) -> None:
-    """Raise CheckpointError if a checkpoint has no average of the weights, which `--ema` asks for."""
+    """Raise CheckpointError if a checkpoint lacks the average of the weights that the option `--ema` requires."""
     if not state.has_average:
         want = "a checkpoint with an average of weights: this one has none, since optimizer.ema_decay was 0"
         fix = "leave --ema out, or train on with --optimizer.ema_decay 0.999 and take a later step"
@@ -186,7 +187,7 @@ def require_average(where: str, checkpoint: Path, state: SavedState) -> None:
 
 
 def changed_average(state: SavedState, config: Config, step: int) -> list[str]:
-    """Return a notice if only one of a run and the checkpoint of a step has an average of weights."""
+    """Return a notice if the run has an average of weights and the checkpoint of `step` has none, or the reverse."""
     decay = config.optimizer.ema_decay
     if decay and not state.has_average:
         return [f"the average of weights (optimizer.ema_decay = {decay}) begins at those of step {step}"]
@@ -196,14 +197,14 @@ def changed_average(state: SavedState, config: Config, step: int) -> list[str]:
 
 
 def changed_routing(state: SavedState, dims: ModelDims) -> list[str]:
-    """Return a notice for each setting of routers that differs from the checkpoint's; `check_state` allows them."""
+    """Return a notice for each router setting that differs from the checkpoint's; `check_state` allows the change."""
     was = state.model.get("experts")
     changes = _what_changed("experts", was, asdict(dims.experts)) if was and dims.experts else []
     return [f"changed: {name}: {show(before)} → {show(now)}" for name, before, now in changes]
 
 
 def _what_changed(key: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
-    """Return (key, before, now) of a value that differs; of two tables, of each key."""
+    """Return [(key, before, now)] if a value has changed, else []. Two tables are compared key by key."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return [(key, was, now)] * (was != now)
     before, after = cast(dict[str, Any], was), cast(dict[str, Any], now)
@@ -212,7 +213,10 @@ def _what_changed(key: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
 
 
 def lasting(value: Any) -> Any:
-    """Return a value without what may change: how routers are trained, but not whether they have a bias."""
+    """Replace the settings of experts that may change by constants; return any other value as it is.
+
+    The weights of router losses become 0, and the rate of the bias a bool, because only its presence must not change.
+    """
     if not (isinstance(value, dict) and "balance_bias" in value):
         return value  # pyright: ignore[reportUnknownVariableType]
     experts = cast(dict[str, Any], value)

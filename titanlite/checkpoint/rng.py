@@ -1,7 +1,7 @@
-"""The random number generators of a rank as tensors, so that a resumed run draws what the uninterrupted one would have.
+"""Save a rank's random number generators as tensors: a resumed run draws the same numbers as an uninterrupted one.
 
-The state of a generator has a fixed size and belongs to one rank, hence names like `rng/rank00003/torch`. Under another
-number of ranks there is no right way to deal the states out, so then none is restored (`Checkpoints.load` says so).
+The state of a generator has a fixed size and belongs to one rank, hence names like `rng/rank00003/torch`. With another
+number of ranks no assignment of the states is right, so none is restored, and `Checkpoints.load` returns a notice.
 """
 
 # torch's and numpy's annotations are partial.
@@ -38,7 +38,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    """Set this rank's generators to the states in `tensors`; other names in it are ignored."""
+    """Set this rank's generators to the states in `tensors`. Tensors with other names are ignored."""
     for kind, (_, put) in _generators().items():
         if _name(kind) in tensors:
             put(tensors[_name(kind)])
@@ -72,7 +72,7 @@ def _set_numpy(state: Tensor) -> None:
 
 
 def _pack(words: Iterable[int], gauss: float | None) -> Tensor:
-    """Return the n words of a Mersenne twister, and the pending second Gaussian of a pair, as int64 [n + 2]."""
+    """Pack the n words of a Mersenne twister, and the pending second Gaussian of a pair or None, as int64 [n + 2]."""
     bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
     return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
 

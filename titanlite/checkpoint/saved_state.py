@@ -1,9 +1,9 @@
-"""Name what a checkpoint says of its run beside the tensors: every key of `state.json`, read and written here alone.
+"""Define `state.json`: everything that a checkpoint stores about its run beside the tensors. Only this file reads it.
 
-`training/loop.py::Loop` gives the values, except those of the save itself (`Checkpoints.save`); `training/train.py`
-takes them up at a start. A new field with a default needs no new version.
+`training/loop.py::Loop` supplies the values, except those that `Checkpoints.save` sets; `training/train.py` restores
+them at a start. A new field with a default needs no new version.
 
-No torch here: commands read it before they import that.
+Does not import torch, because commands read the state before they import torch.
 """
 
 import json
@@ -20,8 +20,8 @@ from titanlite.json_file import MALFORMED, read_json
 
 STATE = "state.json"
 VERSION = 3
-_READ_BY = {"1": "62eae34d", "2": "07e5a3c5"}  # versions of before, and the last commit that reads each
-QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
+_READ_BY = {"1": "62eae34d", "2": "07e5a3c5"}  # earlier versions, and the last commit that reads each
+QUICKLY_HASHED = 2**20  # bytes: more than state.json has, and less than the tensors of any real model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +29,22 @@ class SavedState:
     """The state of a run at a step, except for its tensors.
 
     Attributes:
-        step: the last one done.
-        world_size: number of ranks that saved it.
-        samples: sequences trained on, over all ranks.
-        sequences_per_step: of the last step.
+        step: number of steps done.
+        world_size: number of ranks that saved the checkpoint.
+        samples: number of sequences trained on, over all ranks.
+        sequences_per_step: number of sequences in the last step.
         stages: rows of the stage table that training has reached.
-        unit_len: tokens of the samples that sources are cut into; 0: nothing was trained.
-        validation_due: a signal came between this step and its validation.
-        skipped_in_a_row: the last steps whose loss or gradient was not finite.
-        learning_rate: of this step; None before the first.
-        ema_decay: of the average of weights among the tensors; 0: there is none.
-        tokenizer: fingerprint of what made the tokens; "": not known.
-        corpora: fingerprint of the tokens of each source, by its name; "": not known then.
-        inputs: hash of what these tokens are made of.
-        training: of the config's `[training]`, what stays as it is.
-        data: the same of `[data]`.
-        optimizer: the rule of each parameter, dtype of the state, and what rules of the user's own file keep.
+        unit_len: number of tokens in the samples that sources are cut into; 0: nothing was trained.
+        validation_due: whether a signal stopped the run between this step and its validation.
+        skipped_in_a_row: number of consecutive last steps whose loss or gradient was not finite.
+        learning_rate: learning rate of the last step; None before the first.
+        ema_decay: decay of the average of weights; 0: the checkpoint has no average.
+        tokenizer: fingerprint of the tokenizer that made the tokens; "": not known.
+        corpora: fingerprint of the tokens of each source, by its name; "": not known at the save.
+        inputs: hash of the files that these tokens are made of, by the name of the source.
+        training: settings of the config's `[training]` that must not change on resuming.
+        data: settings of the config's `[data]` that must not change on resuming.
+        optimizer: the rule of each parameter, the dtype of the state, and the state of rules of the user's own file.
         optimizer_file: hash of the user's file of rules; None: there is none.
     """
 
@@ -72,25 +72,25 @@ class SavedState:
 
     @property
     def has_average(self) -> bool:
-        """Return whether there is an average of the weights among the tensors."""
+        """Return whether the checkpoint's tensors include an average of the weights."""
         return bool(self.ema_decay)
 
     @property
     def past(self) -> Past:
-        """Return the part of the run up to here."""
+        """Return the step, number of samples and stages that the run had reached at the save."""
         return Past(self.step, self.samples, tuple(map(StageRow.from_json, self.stages)), self.unit_len)
 
     def to_json(self) -> str:
-        """Return the content of the file."""
+        """Return the content of `state.json`."""
         return json.dumps(asdict(self), indent=1)
 
 
 def read_state(folder: Path, step: int) -> SavedState:
-    """Read the `state.json` of a checkpoint, and look for damage as far as that takes no time.
+    """Read the `state.json` of a checkpoint. Check the sizes of all its files, and the hashes of small ones.
 
     Raises:
-        CheckpointError: it is damaged, of another version or of another step; or another file is missing, of another
-            size or altered.
+        CheckpointError: `state.json` is damaged, of another version or of another step; or a file of the checkpoint is
+            missing, of another size or altered.
     """
     publish.verify(folder, largest=QUICKLY_HASHED)
     try:

@@ -1,10 +1,10 @@
 """The checkpoints of a run: save one, choose which to resume from, load it.
 
-A checkpoint holds tensors (`store.py`) and one `state.json` with everything else; it is published whole or not at all
-(`publish.py`). Which one a run goes on from is said by `resume.py`; a damaged one stops the run and names the next
-older good one, it is not skipped.
+A checkpoint holds tensors (`store.py`) and one `state.json` with everything else. It is published completely or not at
+all (`publish.py`). `resume.py` decides from which checkpoint a run resumes. A damaged one is not skipped: it stops the
+run with a message that names the newest undamaged one.
 
-Every method is collective: all ranks call it, all ranks return the same or raise the same.
+Every method is collective: all ranks call it, and all return the same value or raise the same error.
 """
 
 import os
@@ -32,10 +32,10 @@ class Checkpoints:
     """All checkpoints of one run."""
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], object] = lambda text: None) -> None:
-        """Name the folder of the checkpoints, on a file system that all ranks share; nothing is touched.
+        """Set the folder of the checkpoints, on a file system that all ranks share. No file is changed.
 
-        So many complete checkpoints are kept, 0 for all, and the one resumed from. `warn` is called with a text, on
-        every rank, if one could not be written at the first attempt.
+        The newest `keep` complete checkpoints are kept (0: all), and the one resumed from. `warn` is called with a
+        message, on every rank, if the first attempt to write a checkpoint fails.
         """
         self.root = root
         self.keep = keep
@@ -49,20 +49,20 @@ class Checkpoints:
         state: SavedState,
         group: dist.ProcessGroup | None = None,
     ) -> Path:
-        """Publish a checkpoint, at the second attempt if need be; then delete what is older than the newest `keep`.
+        """Write and publish a checkpoint, with a second attempt if the first fails. Then delete all but the newest.
 
-        `tensors` are flat names to tensors or DTensors; one that differs by rank has the rank in its name. Of `state`
-        rank 0's is stored, with the step, the number of ranks and versions; `group` is as in `on_all_ranks`.
+        `tensors` maps flat names to tensors or DTensors; a tensor that differs by rank has the rank in its name. Rank
+        0's `state` is stored, with step, number of ranks and torch's version set. `group` is as in `on_all_ranks`.
 
         Returns:
             The folder of the checkpoint, complete and on disk.
 
         Raises:
-            CheckpointError: the step exists already, or some rank could not write, twice. Earlier checkpoints are
-                untouched.
+            CheckpointError: a checkpoint of this step exists already, or both attempts failed on some rank. Earlier
+                checkpoints are untouched.
         """
         state = replace(state, step=step, world_size=world_size(), torch=str(torch.__version__))
-        text = on_rank_0(state.to_json, group)  # fails before anything is written, if it does
+        text = on_rank_0(state.to_json, group)  # if this fails, nothing has been written yet
         try:
             folder = self._write(step, tensors, text, group)
         except CheckpointError as e:
@@ -74,9 +74,9 @@ class Checkpoints:
         return folder
 
     def check_shared(self) -> None:
-        """Raise CheckpointError if a rank does not see the folder; the rank and its host are named, on all ranks."""
+        """Raise CheckpointError on all ranks if one does not see the folder; the message has its number and host."""
 
-        def make() -> Path:  # under a name that no host has looked for: NFS remembers for a while what was not there
+        def make() -> Path:  # with a new name, because NFS caches for a while that a name does not exist
             made = (self.root if self.root.is_dir() else self.root.parent) / f"seen-{secrets.token_hex(4)}.tmp"
             made.mkdir()
             return made
@@ -84,18 +84,18 @@ class Checkpoints:
         made = on_rank_0(make)
         try:
             on_all_ranks(lambda: store.check_seen(made))
-        except CheckpointError:  # on all ranks; else `choose` removes it
+        except CheckpointError:  # raised on all ranks; after a success `choose` removes the folder
             on_rank_0(lambda: publish.remove_stale(self.root))
             raise
 
     def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
-        """Decide at start what to resume from, and remove what a killed save or deletion left behind.
+        """Decide at start from which step to resume, and remove the leftovers of a killed save or deletion.
 
         Returns:
             The step to load; None for a fresh start.
 
         Raises:
-            CheckpointError: as `step_to_resume` says.
+            CheckpointError: as in `step_to_resume`.
         """
 
         def choose() -> int | None:
@@ -107,24 +107,24 @@ class Checkpoints:
     def load(
         self, step: int, tensors: Mapping[str, Tensor], check: Callable[[SavedState], tuple[str, ...]] | None = None
     ) -> tuple[SavedState, list[str]]:
-        """Verify a checkpoint, of which each rank reads a share, and fill `tensors` in place, resharded as needed.
+        """Verify a checkpoint (each rank hashes a share), and fill `tensors` in place, resharded as needed.
 
         Args:
-            step: from `choose`.
-            tensors: as for `save`, under the present layout. `rng/` entries are filled only if the number of ranks is
+            step: the step that `choose` returned.
+            tensors: as for `save`, in the layout of this run. Entries `rng/…` are filled only if the number of ranks is
                 the same.
-            check: raises if the checkpoint does not fit the run, before tensors are read. Tensors whose names begin
-                with a prefix that it returns are neither read nor changed.
+            check: a function that is called before tensors are read, and raises if the checkpoint does not fit the run.
+                Tensors whose names begin with a prefix that it returns are neither read nor changed.
 
         Returns:
-            The `state` given to `save`, and notices for the user (random state not restored, other versions).
+            The saved state, and notices for the user (random state not restored, other versions of libraries).
 
         Raises:
-            CheckpointError: it is damaged (the newest good one is named), a rank does not see it, or it is of another
-                model or optimizer.
+            CheckpointError: the checkpoint is damaged (the message names the newest undamaged one), a rank does not see
+                it, or it is of another model or optimizer.
         """
         folder = publish.step_folder(self.root, step)
-        on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost
+        on_all_ranks(lambda: store.check_seen(folder))  # else its files would be reported as missing
         self._verify(step)
         saved = on_rank_0(lambda: read_state(folder, step))
         left = () if check is None else check(saved)
@@ -164,7 +164,7 @@ class Checkpoints:
         return on_rank_0(finish, group, tmp)
 
     def _verify(self, step: int) -> None:
-        """Verify on all ranks; if the checkpoint is damaged, look for the one to go back to."""
+        """Verify a checkpoint on all ranks. If it is damaged, raise CheckpointError with the newest undamaged step."""
         if (damage := self._damage(step)) is None:
             return
         older = [other for other in on_rank_0(lambda: publish.complete_steps(self.root)) if other < step]
@@ -173,7 +173,7 @@ class Checkpoints:
         raise CheckpointError(f"{damage}\n  {then}") from damage
 
     def _damage(self, step: int) -> CheckpointError | None:
-        """Return what is wrong with a checkpoint, of which each rank hashes a share."""
+        """Verify a checkpoint, of which each rank hashes a share. Return the error, or None if it is undamaged."""
         folder = publish.step_folder(self.root, step)
         try:
             on_all_ranks(lambda: publish.verify(folder, share=rank(), shares=world_size()))

@@ -1,19 +1,19 @@
 """Write named tensors from all ranks into one folder as safetensors, and read them back under any other layout.
 
-torch.distributed.checkpoint (DCP) plans: every rank writes its own shards into files of its own, replicated tensors are
-written once (shared out over the ranks that have them), and on reading each rank fetches the slices that its present
-layout needs, by DCP's reader of safetensors. A file is written here and not by DCP, which makes a second copy of all
-that a rank has on the host, of up to as much as training's own copies, before it writes any of it.
+torch.distributed.checkpoint (DCP) makes the plans: every rank writes its shards into files of its own, and replicated
+tensors are written once, distributed over the ranks that hold them. On reading, DCP's reader of safetensors fetches the
+slices that this run's layout needs. Files are written here and not by DCP, which would first make a second copy of
+everything that a rank writes in host memory.
 
-What is added is what DCP leaves open: a disk that is too small is noticed before anything is written; a missing,
-surplus, misshapen or mistyped tensor is an error that lists all of them, where DCP converts dtypes and ignores surplus
-names in silence; and its CheckpointException, which derives from BaseException, becomes a CheckpointError.
+Errors that DCP leaves open are raised here. A disk that is too small is noticed before anything is written. Missing,
+surplus, misshapen or mistyped tensors raise an error that lists all of them, while DCP converts dtypes and ignores
+surplus names silently. DCP's CheckpointException, which derives from BaseException, becomes a CheckpointError.
 
-A state is a flat dict. Values are tensors, the same on every rank, or DTensors on any mesh. A tensor that differs by
-rank carries the rank in its name.
+A state is a flat dict of tensors, the same on every rank, or DTensors on any mesh. A tensor that differs by rank has
+the rank in its name.
 """
 
-# torch's annotations are partial, and it does not list what it exports; safetensors has none.
+# torch's annotations and lists of exports are partial; safetensors has no annotations.
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false, reportPrivateUsage=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
@@ -57,8 +57,8 @@ from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.json_file import MALFORMED, as_type, parse_json
 
 _SHOWN = 8  # names per problem in a message
-_FILE_BYTES = 4 * GIB  # about the largest: a reader maps a whole file, for which it must have room
-_OFFSETS, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"  # by which DCP's reader finds where a part belongs
+_FILE_BYTES = 4 * GIB  # about the largest size of a file: a reader maps a whole file into its memory
+_OFFSETS, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"  # keys under which DCP's reader finds a part's offsets
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -75,16 +75,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Part(NamedTuple):
-    """A part of a tensor, in a file."""
+    """A rectangular part of a tensor, as a file's header describes it."""
 
     name: str
     dtype: str
     shape: list[int]
-    offsets: list[int]  # in the whole tensor
+    offsets: list[int]  # indices of the part's first element in the whole tensor
 
 
 class _Place(NamedTuple):
-    relative_path: str  # as DCP's reader calls it
+    relative_path: str  # the name of this attribute in DCP's reader
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, FileEntry]:
@@ -113,8 +113,9 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
 
     Args:
         folder: a checkpoint. Verify it first: damage inside a tensor is not noticed here.
-        tensors: to fill. The names of all ranks together must be the checkpoint's.
-        optional: prefixes of names that the run or the checkpoint may lack; read where they are in both and alike.
+        tensors: the tensors to fill. The names of all ranks together must be those in the checkpoint.
+        optional: prefixes of names that the run or the checkpoint may lack. Such a tensor is read only if both have it
+            with the same shape and dtype.
 
     Returns:
         The names that were read on this rank.
@@ -122,7 +123,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
     Raises:
         CheckpointError: names, shapes or dtypes differ (all are listed), or the files cannot be read. On all ranks.
     """
-    found = on_all_ranks(lambda: list(tensors))  # also a first contact: all ranks are here
+    found = on_all_ranks(lambda: list(tensors))  # also waits until all ranks are here
     asked = {name for names in found for name in names}
     metadata = _index(folder)
     wanted = {n: t for n, t in tensors.items() if not n.startswith(optional) or _is_alike(t, metadata, n)}
@@ -134,13 +135,13 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Hash what a checkpoint holds: equal for equal bits, under one layout.
+    """Hash every stored part of a checkpoint's tensors, to compare checkpoints of the same layout bit by bit.
 
     Returns:
-        SHA-256 of each stored part of each tensor, with its dtype and shape, by name and offsets.
+        "<tensor> <offsets>" → SHA-256 of the part's dtype, shape and bytes.
 
     Raises:
-        CheckpointError: there are no files, or one cannot be read.
+        CheckpointError: the folder has no files of tensors, or one cannot be read.
     """
     found: dict[str, str] = {}
     for file in _files_of(folder):
@@ -153,7 +154,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def check_seen(folder: Path) -> None:
-    """Raise CheckpointError, with this rank and its host, if the rank does not see a folder that all ranks share."""
+    """Raise CheckpointError, with this rank and its host, if this rank does not see a folder that all must share."""
     if not folder.is_dir():
         fix = "set job.dump_folder to a folder on a file system that all hosts share"
         place = f"rank {rank()} on {socket.gethostname()}"
@@ -161,14 +162,14 @@ def check_seen(folder: Path) -> None:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """DCP's writer of safetensors, but it writes tensor by tensor and says why the system failed."""
+    """DCP's writer of safetensors, except that it writes tensor by tensor and reports the system's error."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
         self.folder = folder
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write a file in each of several threads."""
+        """Write the tensors of this rank's plan to several files, by several threads."""
         by_size = sorted(plan.items, key=lambda item: -_bytes_of(item))
         n_files = max(publish.THREADS, -(-sum(map(_bytes_of, by_size)) // _FILE_BYTES))
         parts = list(filter(None, (by_size[k::n_files] for k in range(n_files))))
@@ -179,7 +180,7 @@ class _Writer(HuggingFaceStorageWriter):
         return results
 
     def _write_file(self, planner: Any, k: int, items: list[Any]) -> None:
-        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # so all are aligned
+        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # keeps all aligned
         header, offsets, end = dict[str, Any](), dict[str, Any](), 0
         for item in items:
             of, name = item.tensor_data, item.index.fqn
@@ -222,10 +223,10 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def _index(folder: Path) -> Metadata:
-    """Describe what a folder holds, by the headers of its files, which the ranks share out. Collective.
+    """Return the metadata of all tensors in a folder. Each rank reads the headers of a share of the files. Collective.
 
     Raises:
-        CheckpointError: there are none, one is damaged, or a tensor is not whole. On all ranks.
+        CheckpointError: there are no files, one is damaged, or parts of a tensor are missing or overlap. On all ranks.
     """
 
     def read_own() -> list[tuple[str, list[_Part]]]:
@@ -242,7 +243,7 @@ def _index(folder: Path) -> Metadata:
             by_name.setdefault(part.name, []).append((file, part))
     found, places = dict[str, Any](), dict[MetadataIndex, Any]()
     for name, every in by_name.items():
-        # Some ranks have no row, but have said where it would be.
+        # Some ranks have an empty part, with offsets but without elements.
         own = [(file, part) for file, part in every if math.prod(part.shape)]
         own = own or list({tuple(part.offsets): (file, part) for file, part in every}.values())
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for _, part in own]
@@ -260,7 +261,7 @@ def _index(folder: Path) -> Metadata:
 
 
 def _is_whole(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Return whether parts, each at a place of its own, are a tensor without gaps and overlaps: a grid of them is."""
+    """Return whether parts with distinct offsets form a grid that covers a tensor of `size` without gap or overlap."""
     for dim, n in enumerate(size):
         begins = sorted({chunk.offsets[dim] for chunk in chunks})
         ends = dict(zip(begins, [*begins[1:], n], strict=True))
@@ -270,10 +271,10 @@ def _is_whole(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """List the files of tensors.
+    """List the files of tensors in a folder.
 
     Raises:
-        CheckpointError: there are none, or one is a link or no file.
+        CheckpointError: there are none, one is not a plain file, or the folder cannot be read.
     """
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
@@ -288,17 +289,17 @@ def _files_of(folder: Path) -> list[Path]:
 
 @contextmanager
 def _open_tensors(file: Path) -> Generator[Any]:
-    """Open a file of tensors, of which safetensors itself looks whether its header fits its content.
+    """Open a file of tensors. safetensors checks that the header fits the content.
 
     Raises:
-        CheckpointError: it is damaged, or the system cannot read it.
+        CheckpointError: the file is damaged, or the system cannot read or map it.
     """
     try:
         with safe_open(file, "pt") as opened:
             yield opened
     except OSError as e:
         raise publish.cannot_be_read(str(file.parent), e) from None
-    except RuntimeError as e:  # torch's, of a file that cannot be mapped
+    except RuntimeError as e:  # torch raises it if a file cannot be mapped
         want, fix = f"memory to map {byte_size(file.stat().st_size)}", "a host with more memory"
         raise CheckpointError.of(str(file.parent), file.name, str(e).partition("\n")[0], want, fix) from None
     except (SafetensorError, *MALFORMED) as e:
@@ -306,7 +307,7 @@ def _open_tensors(file: Path) -> Generator[Any]:
 
 
 def _parts_of(file: Path, opened: Any) -> list[_Part]:
-    """Read the header of a file that is open."""
+    """Return the parts of tensors that an open file holds, from its header."""
     said, parts = parse_json(opened.metadata()[_OFFSETS]), list[_Part]()
     for name in opened.keys():  # noqa: SIM118  # it is no mapping
         tensor, offsets = opened.get_slice(name), as_type(Sequence[int], said[name][_SAVED])
@@ -366,12 +367,15 @@ def _is_alike(tensor: Tensor, metadata: Metadata, name: str) -> bool:
 def _check_same(
     folder: Path, metadata: Metadata, wanted: Mapping[str, Tensor], asked: set[str], optional: tuple[str, ...]
 ) -> None:
-    """Check that the run's tensors are the checkpoint's, by name, shape and dtype."""
+    """Raise CheckpointError unless the run's tensors match the checkpoint's in name, shape and dtype.
+
+    `wanted` are the tensors that this rank reads, `asked` the names of all ranks' tensors.
+    """
     saved: Any = metadata.state_dict_metadata
     found = {
         name: f"{list(s.size)} {s.properties.dtype}"
         for name, s in saved.items()
-        if name in wanted or not (name in asked or name.startswith(optional))  # another rank compares what it asks for
+        if name in wanted or not (name in asked or name.startswith(optional))  # else another rank checks it
     }
     ours = {name: f"{list(t.shape)} {t.dtype}" for name, t in wanted.items()}
     fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
@@ -381,7 +385,11 @@ def _check_same(
 def require_same(
     folder: Path, found: Mapping[str, str], wanted: Mapping[str, str], fix: str, place: str, what: str, of: str
 ) -> None:
-    """Raise CheckpointError with all that is missing, surplus or different in a folder; values are shapes in words."""
+    """Raise CheckpointError with all names that are missing, surplus or different in a folder.
+
+    `found` and `wanted` map a name to a text of its shape. `place`, `what` and `of` are words of the message, such as
+    "checkpoint", "tensor" and "shapes".
+    """
     differ = [f"{name} {found[name]} (this run: {own})" for name, own in wanted.items() if found.get(name, own) != own]
     problems = [
         (f"missing in the {place}", [*(wanted.keys() - found.keys())], f"every {what} of this run"),
@@ -392,7 +400,7 @@ def require_same(
 
 
 def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], fix: str) -> None:
-    """Raise CheckpointError with each (place, names, want) that has names."""
+    """Raise CheckpointError with a problem for each (place, names, want) whose list of names is not empty."""
     found = [Problem(where, few_names(names), want, fix) for where, names, want in problems if names]
     if found:
         raise CheckpointError(describe(str(folder), found))
@@ -400,9 +408,9 @@ def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], f
 
 @contextmanager
 def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
-    """Raise CheckpointError for DCP's CheckpointException, a BaseException; it is the same on all ranks."""
+    """Turn DCP's CheckpointException, a BaseException that is the same on all ranks, into a CheckpointError."""
     try:
-        if dist.is_initialized():  # perhaps in a thread, and filters of warnings are those of all threads
+        if dist.is_initialized():  # perhaps in a thread, but all threads share warning filters
             yield
             return
         with warnings.catch_warnings():
@@ -421,6 +429,6 @@ def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
 
 
 def few_names(names: list[str]) -> str:
-    """Write a few of many names."""
+    """Join the first names in order for a message, and count the others."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(sorted(names)[:_SHOWN]) + more
