@@ -1,8 +1,8 @@
 """AdamW on each rank's shards, with clipping folded into the update.
 
-The update is elementwise and runs on local shards, in one kernel for all with the same learning rate, betas and eps.
-Clipping costs one read of the gradients for the norm; the kernel divides. Whether the step is applied is decided on the
-device too, so the host never waits.
+The update is elementwise and runs on local shards, in one kernel for all parameters with the same learning rate, betas
+and eps. Clipping costs one read of the gradients, for their norm; the kernel divides by it. The device also decides
+whether the step is applied, so the host never waits.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
@@ -22,11 +22,11 @@ _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class AdamW(ShippedRule):
-    """See `UpdateRule`."""
+    """AdamW as an update rule; see `UpdateRule`."""
 
     @classmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """See `ShippedRule.cost`. The norm reads the gradient; the update reads it again, reads and writes all else."""
+        """See `ShippedRule.cost`. The gradient is read twice (norm, update); all else is read and written once."""
         moments = len(_MOMENTS) * bytes_of_state(config)
         return UpdateCost(state=moments, moved=4 + 3 * 4 + 2 * moments)
 
@@ -38,7 +38,7 @@ class AdamW(ShippedRule):
         together: dict[tuple[float, float, float, float], list[str]] = {}
         self._decay_factor = own.decay_factor
         self._place = {n: (own.settings[n].group, is_replicated(own.parameters[n])) for n in own.names}
-        for name in sorted(own.names, key=self._place.__getitem__):  # stable: those of a place are measured together
+        for name in sorted(own.names, key=self._place.__getitem__):  # stable: puts parameters of one place together
             of = own.settings[name]
             keys = dict(of.own)
             together.setdefault((of.lr_factor, keys["beta1"], keys["beta2"], keys["eps"]), []).append(name)
@@ -59,7 +59,7 @@ class AdamW(ShippedRule):
         )
 
     def _runs(self, names: list[str]) -> list[list[str]]:
-        """Split names into runs of one place."""
+        """Split sorted names into runs with the same place: (group of the recipe, whether it is replicated)."""
         return [list(run) for _, run in groupby(names, self._place.__getitem__)]
 
     def step(

@@ -1,7 +1,8 @@
-"""Norms of gradients, weights and updates by group of the optimizer's recipe, in steps that are logged.
+"""Norms of gradients, weights and updates for each group of the optimizer's recipe, in steps that are logged.
 
-A parameter that tensor-parallel ranks hold whole counts once, and so do replicas. The kernels of AdamW and Muon add up
-the squares; for a user's own rule each parameter is copied before the update and compared with it afterwards.
+A parameter that is replicated over tensor-parallel ranks counts once, and so do replicas of the model. The kernels of
+AdamW and Muon add up the squares. For a user's own rule each parameter is copied before the update, and compared with
+the copy afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +17,14 @@ from titanlite.parallel.mesh import Mesh
 
 KINDS = ("grad_norm", "weight_norm", "update_ratio")
 """Prefixes of keys in metrics.jsonl: norm of gradients before clipping, norm of weights before the update, norm of the
-update over the latter."""
+update divided by the norm of weights."""
 
-_Sums = dict[tuple[int, bool], list[Tensor]]  # of each place, [k] each
+_Sums = dict[tuple[int, bool], list[Tensor]]  # place of `GroupNorms` → sums of squares, [k] float32 each
 
 
 class GroupNorms:
-    """The norms of one step, of groups in order; the place of a parameter on this rank is (number of its group, whether
-    all tensor-parallel ranks have it whole).
+    """The norms of one step, for each of `groups`. `places` has the place of each parameter of which this rank holds a
+    part: (index of its group, whether it is replicated over tensor-parallel ranks).
     """
 
     def __init__(self, groups: Sequence[str], places: Mapping[str, tuple[int, bool]], mesh: Mesh) -> None:
@@ -31,7 +32,7 @@ class GroupNorms:
         self._gradients, self._updates = _Sums(), _Sums()
 
     def add_gradients(self, names: Sequence[str], norms: Sequence[Tensor]) -> None:
-        """Take the norm of each gradient, [] float32."""
+        """Add the norm, [] float32, of the gradient of each parameter in `names`."""
         by_place: _Sums = {}
         for name, norm in zip(names, norms, strict=True):
             by_place.setdefault(self._places[name], []).append(norm)
@@ -39,20 +40,20 @@ class GroupNorms:
             self._gradients.setdefault(place, []).append(torch.stack(several).square().sum(0, keepdim=True))
 
     def add_update(self, name: str, squares: Tensor) -> None:
-        """Take sums of squares, [2] float32, of a parameter before the update and of its change; or of several
-        parameters with one place."""
+        """Add the sums of squares, [2] float32, of a parameter before the update and of its change. They may cover
+        several parameters with the same place; `name` is then any of these."""
         self._updates.setdefault(self._places[name], []).append(squares)
 
     def add_updates_of_rows(self, runs: Sequence[tuple[str, int]], squares: Tensor) -> None:
-        """Take sums of squares of each row before the update and of its change, [2, n] float32, of runs of rows, in
-        order: (parameter, number of rows).
+        """Add the sums of squares, [2, n] float32, of each of n rows before the update and of its change. `runs` lists
+        the rows in order: (parameter, number of successive rows).
         """
-        alike = [[*of] for _, of in groupby(runs, lambda run: self._places[run[0]])]  # one sum for each
+        alike = [[*of] for _, of in groupby(runs, lambda run: self._places[run[0]])]  # runs with the same place
         for of, rows in zip(alike, squares.split([sum(n for _, n in of) for of in alike], dim=1), strict=True):
             self.add_update(of[0][0], rows.sum(1))
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return "<kind>.<group>" → [] float32, equal on every rank; collective."""
+        """Return "<kind>.<group>" → norm or ratio (see `KINDS`), [] float32, equal on every rank. Collective."""
         zeros = torch.zeros(2, device=self._mesh.device)
 
         def total(sums: _Sums, group: int, none: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class GroupNorms:
 
 @contextmanager
 def around(norms: GroupNorms | None, name: str, shard: Tensor) -> Iterator[None]:
-    """Measure how this rank's part of a parameter changes within a context, by a copy, if there are `norms`."""
+    """Add to `norms`, if given, how much `shard`, this rank's part of a parameter, changes within the context."""
     if norms is None:
         yield
         return

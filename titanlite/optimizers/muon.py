@@ -1,12 +1,13 @@
-"""Muon: momentum and update on each rank's shards; one owner for each matrix, which orthogonalises it whole.
+"""Muon: momentum and update run on each rank's shards; one rank, the owner of a matrix, orthogonalises all of it.
 
-Matrices go through in buckets. The owners collect the rows of a bucket (`owners.py`), orthogonalise and hand back, in
-two exchanges of all ranks. While a bucket is computed, the rows of the next and the results of the last travel.
+Matrices are processed in buckets. The owners collect the rows of a bucket's matrices (`owners.py`), orthogonalise them
+and send the results back, in two all-to-all exchanges. While a bucket is computed, the rows of the next one and the
+results of the previous one are in transit. For a matrix p [R, C] with gradient g, momentum m and weight decay λ:
 
     m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g
     p ← (1 - lr·λ) p - lr·0.2·√max(R, C) · orthogonalise(u)
 
-The factor gives an update the size of AdamW's, so that AdamW's learning rate and weight decay carry over.
+The factor 0.2·√max(R, C) makes an update as large as AdamW's, so that its learning rate and weight decay can be reused.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; factor and decay are from Liu et
 al. 2025, "Muon is Scalable for LLM Training".
@@ -40,33 +41,33 @@ class MuonRule:
 
     polynomials: Polynomials = ITERATIONS["polar_express"]
     momentum: float = 0.95  # μ
-    nesterov: bool = True  # else u = m
-    scale: float = 0.2  # root mean square of an update, as AdamW's
-    eps: float = 1e-7  # the least norm that a matrix is divided by
-    dtype: torch.dtype = torch.bfloat16  # of the exchanges
+    nesterov: bool = True  # False: u = m
+    scale: float = 0.2  # root mean square of an update, about that of AdamW
+    eps: float = 1e-7  # lower limit of the norm that a matrix is divided by
+    dtype: torch.dtype = torch.bfloat16  # of rows and results in the exchanges
     state_dtype: torch.dtype = torch.float32  # of the momentum
-    bucket: int = BUCKET  # elements that a rank collects at a time
+    bucket: int = BUCKET  # elements that an owner collects for one bucket
     beta2: float = 0.95  # β₂ of NorMuon
 
 
 class Pace(NamedTuple):
-    """The factors of one parameter."""
+    """The learning-rate factor and the weight decay of one parameter."""
 
     lr_factor: float = 1.0  # of the learning rate
     weight_decay: float = 0.1  # λ
 
 
 class Muon:
-    """The update of parameters, matrices or several fused, that share a `MuonRule`; made after FSDP's lazy
-    initialisation. To build it, and each step, is collective over all ranks.
+    """Updates parameters that share a `MuonRule`. A parameter is one matrix, or several fused by rows. Make this after
+    FSDP's lazy initialisation. Construction and each step are collective over all ranks.
 
     Attributes:
         locals: this rank's shard of each parameter.
-        kept: {"momentum": by the parameter's name, laid out as this rank's shard}.
-        buckets: the matrices that travel together.
+        kept: {"momentum": parameter → tensor of the shape of this rank's shard}.
+        buckets: groups of matrices that are exchanged together.
 
     Raises:
-        ValueError: the matrices of a parameter do not have each of its rows once.
+        ValueError: the matrices of a parameter do not contain each of its rows exactly once.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Muon:
         norms: GroupNorms | None = None,
         decay_factor: float = 1.0,
     ) -> None:
-        """Apply one update, or none, with gradients as of `UpdateRule.step`; `decay_factor` is of all weight decays."""
+        """Apply one update, or none. Arguments as in `UpdateRule.step`; `decay_factor` multiplies all weight decays."""
         if not self.buckets:
             return
         self._begin(skip)
@@ -115,10 +116,10 @@ class Muon:
         coming, previous = self._collect(self._tables[0], shards, divisor, skip), None
         for tables, following in zip(self._tables, (*self._tables[1:], None), strict=True):
             collected = coming.wait()
-            if following is not None:  # its rows travel while this bucket is computed
+            if following is not None:  # send its rows while this bucket is computed
                 coming = self._collect(following, shards, divisor, skip)
             returning = self._hand_back(tables, self._orthogonalise(tables, collected))
-            if previous is not None:  # its results have travelled while this bucket was computed
+            if previous is not None:  # its results were sent while this bucket was computed
                 self._apply(*previous, lr, skip, norms, decay_factor)
             previous = tables, returning
         assert previous is not None  # noqa: S101
@@ -126,19 +127,19 @@ class Muon:
         self._end()
 
     def _begin(self, skip: Tensor) -> None:
-        """Prepare a step."""
+        """Do nothing; a subclass may prepare its state here before the first bucket of a step."""
 
     def _end(self) -> None:
-        """Finish a step."""
+        """Do nothing; a subclass may finish its state here after the last bucket of a step."""
 
     def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
-        """Update the momentum, and begin to send the owners what they orthogonalise."""
+        """Update the momentum of this rank's rows, and begin to send `u` of the rows to the owners."""
         sent, rule = self._empty(tables.bucket.given), self.rule
         momentum_rows(tables.shard_to_given, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
         return self._exchange(sent, tables.bucket.given, tables.bucket.collected)
 
     def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
-        """Return the results of this rank's stacks, flat, one after another."""
+        """Orthogonalise the matrices that this rank owns; return them flattened, stack after stack."""
         whole = collected.new_empty(sum(math.prod(shape) for shape in tables.own))
         put_rows(tables.collected_to_stacks, whole, collected)
         for matrices, _, _ in self._at_once(tables, whole):
@@ -146,7 +147,7 @@ class Muon:
         return whole
 
     def _at_once(self, tables: "_Tables", whole: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """Yield (matrices that are computed together [n, R, C], number of their stack, place of the first in it)."""
+        """Yield (matrices to compute together [n, R, C], index of their stack, index of the first one in the stack)."""
         first = 0
         for number, shape in enumerate(tables.own):
             stack = whole[first : first + math.prod(shape)].view(shape)
@@ -157,7 +158,7 @@ class Muon:
                 yield stack[i : i + together], number, i
 
     def _hand_back(self, tables: "_Tables", results: Tensor) -> "_Exchange":
-        """Begin to send results to the holders."""
+        """Begin to send the orthogonalised rows back to the ranks that hold them."""
         sent = self._empty(tables.bucket.returned)
         take_rows(tables.stacks_to_returned, results, sent)
         return self._exchange(sent, tables.bucket.returned, tables.bucket.taken)
@@ -171,7 +172,7 @@ class Muon:
         norms: GroupNorms | None,
         decay_factor: float,
     ) -> None:
-        """Update rows of this rank's shards."""
+        """Wait for the results of a bucket, and update the rows that this rank holds."""
         given = tables.taken_to_shard, self._parameters, taken.wait(), tables.scales, tables.decays, lr, skip
         squares = update_rows(*given, measure=norms is not None, decay_factor=decay_factor)
         if norms is not None and squares is not None:
@@ -185,13 +186,16 @@ class Muon:
         received = self._empty(comes)
         return _Exchange(dist.all_to_all_single(received, sent, comes.sizes, goes.sizes, async_op=True), sent, received)
 
-    # Where each row is.
+    # Positions of rows.
 
     def _tables_of(self, bucket: Bucket, numbers: Mapping[str, int]) -> "_Tables":
-        """Look up each row that this rank holds or owns, in its tensor and in the exchanges."""
+        """Compute where each row that this rank holds or owns is, in its tensor and in the buffers of the exchanges.
+
+        `numbers` are the indices of the parameters in `locals`.
+        """
         in_given, in_taken = dict(_places_of_runs(bucket.given)), dict(_places_of_runs(bucket.taken))
         given, taken, scales, decays = [], [], [], []
-        for rows in bucket.taken.rows:  # all that this rank holds
+        for rows in bucket.taken.rows:  # all rows that this rank holds
             name, of, columns, _ = bucket.stacks[rows.stack]
             run = numbers[name], rows.at * rows.columns, rows.columns
             given.append((*run, in_given.get(rows.stack, NOWHERE)))
@@ -224,23 +228,23 @@ class Muon:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """A bucket, with the tables by which its rows are moved."""
+    """A bucket, and tables with the source and destination of each row that is moved for it."""
 
     bucket: Bucket
     shard_to_given: RowTable  # rows of this rank's shards, with their places in `bucket.given`
     taken_to_shard: RowTable  # the same rows, with their places in `bucket.taken`
     collected_to_stacks: RowTable  # rows of this rank's stacks, with their places in `bucket.collected`
     stacks_to_returned: RowTable  # the same rows, with their places in `bucket.returned`
-    scales: Tensor  # of each row of `taken_to_shard`: the update's factor of the learning rate
-    decays: Tensor  # of each row of `taken_to_shard`: the weight decay's factor of the learning rate
+    scales: Tensor  # for each row of `taken_to_shard`: lr times this is the factor of the update
+    decays: Tensor  # for each row of `taken_to_shard`: lr times this is the weight decay
     own: list[tuple[int, ...]]  # [B, R, C] of each of this rank's stacks
 
 
 class _Exchange(NamedTuple):
-    """An exchange of all ranks that has begun."""
+    """An all-to-all exchange in progress."""
 
     work: Any
-    sent: Tensor  # alive until it is done
+    sent: Tensor  # kept alive until the exchange is done
     received: Tensor
 
     def wait(self) -> Tensor:
@@ -249,7 +253,7 @@ class _Exchange(NamedTuple):
 
 
 def _places_of_runs(transfer: Transfer) -> Iterator[tuple[int, int]]:
-    """Yield (stack of a run of rows, place of its first element in the exchange)."""
+    """Yield, for each run of rows, (index of its stack, offset of its first element in the exchange's buffer)."""
     first = 0
     for rows in transfer.rows:
         yield rows.stack, first

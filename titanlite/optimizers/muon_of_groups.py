@@ -1,4 +1,4 @@
-"""Muon and NorMuon as rules of a recipe: one `Muon` for all groups with the same momentum and polynomials."""
+"""Muon and NorMuon as update rules of a recipe: one `Muon` object for all groups with an equal `MuonRule`."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from titanlite.optimizers.rule import ParametersOfRule, ShippedRule, UpdateCost,
 
 
 class MuonOfGroups(ShippedRule):
-    """See `UpdateRule`."""
+    """Muon as an update rule; see `UpdateRule`."""
 
     _kind: type[Muon] = Muon
 
@@ -24,8 +24,8 @@ class MuonOfGroups(ShippedRule):
     def cost(cls, config: Optimizer) -> UpdateCost:
         """See `ShippedRule.cost`.
 
-        Read: the gradient for the norm and again, the momentum, results in 16 bits, the parameter. Written: the
-        momentum, rows for the owner in 16 bits, the parameter.
+        Read: the gradient twice (norm, update), the momentum, results in 16 bits, the parameter. Written: the momentum,
+        rows for the owner in 16 bits, the parameter.
         """
         momentum = bytes_of_state(config)
         return UpdateCost(state=momentum, moved=4 + 4 + 2 * momentum + 2 + 2 + 2 * 4)
@@ -45,7 +45,7 @@ class MuonOfGroups(ShippedRule):
         self.kept = {"momentum": {n: m for each in self._each for n, m in each.kept["momentum"].items()}}
 
     def facts(self) -> dict[str, object]:
-        """Return how much the owners compute, and the bytes of the exchanges."""
+        """Return the numbers of matrices, owners and buckets, and the flops and the sent bytes of a rank per step."""
         ranks, rank, device = dist.get_world_size(), dist.get_rank(), self._each[0].mesh.device
         flops, matrices, sent = [0] * ranks, 0, 0
         for each in self._each:
@@ -76,7 +76,7 @@ class MuonOfGroups(ShippedRule):
 
 
 class NorMuonOfGroups(MuonOfGroups):
-    """See `UpdateRule`."""
+    """NorMuon as an update rule; see `UpdateRule`."""
 
     _kind = NorMuon
 
@@ -93,6 +93,6 @@ class NorMuonOfGroups(MuonOfGroups):
 
 
 def polynomials_of(settings: UpdateSettings) -> Polynomials:
-    """Return the coefficients [a, b, c] of each polynomial."""
+    """Return the coefficients (a, b, c) of each polynomial that the settings list, or name as an iteration."""
     given = dict(settings.own)["polynomials"]
     return ITERATIONS[given] if isinstance(given, str) else tuple((a, b, c) for a, b, c in given)

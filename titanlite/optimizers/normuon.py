@@ -1,12 +1,12 @@
-"""NorMuon: Muon with a second moment of each row, by which the rows of an update get one size.
+"""NorMuon: Muon with a second moment for each row, which gives the rows of an update about equal norms.
 
     o = orthogonalise(u)                       as in `muon.py`
     v ← β₂ v + (1 - β₂) · mean over columns of o²      [R]
     o' = o / (√v + ε)
     p ← (1 - lr·λ) p - lr·0.2·√(R·C) · o' / ‖o'‖       the size of Muon's update, and of AdamW's
 
-The owner of a matrix computes the v of its rows. Every rank keeps all v, which are exchanged after each step, so that a
-checkpoint goes on under a layout with other owners.
+The owner of a matrix computes v for its rows. After each step v of all rows is reduced to every rank, so that a
+checkpoint can be resumed with other owners of the matrices.
 
 Source: Li et al. 2025, "NorMuon: Making Muon more efficient and scalable".
 """
@@ -25,14 +25,14 @@ from titanlite.models.matrices import Matrix
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.parallel.mesh import Mesh
 
-_EPS = 1e-8  # ε; and the least norm that a matrix is divided by
+_EPS = 1e-8  # ε, and the lower limit of the norm that a matrix is divided by
 
 
 class NorMuon(Muon):
-    """See `Muon`.
+    """Updates parameters as `Muon` does, with normalised rows.
 
     Attributes:
-        second_moment: v of each parameter, [rows], by its name; whole on every rank.
+        second_moment: parameter → v of all its rows, [rows], on every rank.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class NorMuon(Muon):
         exact = torch.promote_types(rule.dtype, torch.float32)
         self._skip = torch.zeros((), device=on)
         self._moment = torch.zeros(sum(sizes), dtype=rule.state_dtype, device=on)
-        self._new = torch.zeros(sum(sizes), dtype=exact, device=on)  # of rows that this rank owns; others are 0
+        self._new = torch.zeros(sum(sizes), dtype=exact, device=on)  # v of rows that this rank owns; else 0
         self.second_moment = dict(zip(parameters, self._moment.split(sizes), strict=True))
         own = {tables: [tables.bucket.stacks[i] for i in tables.bucket.own] for tables in self._tables}
-        with host_tensors():  # rows of own stacks, [B, R], among all parameters' rows
+        with host_tensors():  # [B, R] for each stack that this rank owns: indices of its rows in `_moment`
             self._rows = {t: [(s.rows + first_row[s.parameter]).to(on) for s in stacks] for t, stacks in own.items()}
 
     def _begin(self, skip: Tensor) -> None:
@@ -60,7 +60,7 @@ class NorMuon(Muon):
         self._new.zero_()
 
     def _end(self) -> None:
-        dist.all_reduce(self._new)  # each row has one owner: nothing is rounded
+        dist.all_reduce(self._new)  # exact: each row is nonzero only on its owner
         self._moment.copy_(self._new)
 
     def _orthogonalise(self, tables: Any, collected: Tensor) -> Tensor:
@@ -70,7 +70,10 @@ class NorMuon(Muon):
         return whole
 
     def _normalise(self, matrices: Tensor, rows: Tensor) -> None:
-        """Give the rows of [B, R, C] one size, and each matrix the norm of an orthonormal one."""
+        """Divide rows of [B, R, C] by √v, and give each matrix the norm of an orthonormal one.
+
+        `rows` [B, R] are the indices of the rows in `_moment`.
+        """
         x = matrices.to(self._new.dtype)
         before = self._moment[rows].to(x.dtype)
         moment = torch.where(self._skip > 0, before, before.lerp(x.square().mean(2), 1 - self.rule.beta2))

@@ -1,8 +1,8 @@
-"""Assign each matrix to an owner, one of all ranks, and list the rows that travel for it.
+"""Assign each matrix to an owner, one of all ranks, and list the rows that ranks exchange for it.
 
-A matrix has a bucket that it travels in (`parallel/share_matrices.py`). With replicas (HSDP) the owners are spread over
-all of them: a rank computes less, and all replicas get the same bits. An owner collects from its own replica, and hands
-results to all.
+The matrices of a bucket are exchanged together (`parallel/share_matrices.py`). With replicas (HSDP) the owners are
+spread over all replicas: a rank computes less, and all replicas get the same bits. An owner collects rows from its own
+replica, and sends the results to all replicas.
 
     holders  —rows of the momentum→  owner  —rows of the update→  holders
 """
@@ -24,7 +24,7 @@ from titanlite.parallel.share_matrices import share_matrices
 
 
 class Rectangle(NamedTuple):
-    """The part of a parameter that a rank has."""
+    """The rectangle of a parameter that a rank holds: its first row and column, and its size."""
 
     first_row: int
     first_column: int
@@ -33,26 +33,26 @@ class Rectangle(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Matrices of one shape, of one parameter, with one owner."""
+    """B matrices of the same shape [R, C], parts of the same parameter, with the same owner."""
 
     parameter: str
-    rows: Tensor  # [B, R], of the whole parameter
+    rows: Tensor  # [B, R], indices of rows of the whole parameter
     columns: int
     owner: int
 
 
 class RowRun(NamedTuple):
-    """Rows that travel between this rank and another."""
+    """Rows of a stack that this rank, their holder or owner, exchanges with another rank."""
 
-    stack: int  # its place in the bucket
-    at: Tensor  # [n] int64: rows of a holder's shard, or of an owner's stack with its matrices below one another
+    stack: int  # index of the stack in the bucket
+    at: Tensor  # [n] int64, indices of rows: in the shard of a holder, or in an owner's stack viewed as [B·R, C]
     first_column: int  # in an owner's stack; 0 on a holder, which sends all its columns
-    columns: int  # how many travel
+    columns: int  # number of columns that are sent
 
 
 @dataclass
 class Transfer:
-    """The rows that this rank sends, or receives, in one exchange of all ranks, in order of the other ranks."""
+    """The rows that this rank sends, or receives, in one all-to-all exchange, in order of the other ranks."""
 
     rows: list[RowRun] = field(default_factory=list[RowRun])
     sizes: list[int] = field(default_factory=list[int])  # elements for, or from, each rank
@@ -66,10 +66,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together, and this rank's part in the two exchanges."""
+    """Matrices that are exchanged together, and the rows that this rank sends and receives in the two exchanges."""
 
     stacks: list[Stack]  # of all owners
-    own: list[int]  # numbers of the stacks that this rank owns
+    own: list[int]  # indices of the stacks that this rank owns
     given: Transfer  # rows of this rank's shards, sent to the owners
     collected: Transfer  # rows that this rank gets as an owner
     returned: Transfer  # rows of its results, sent to all holders
@@ -77,9 +77,9 @@ class Bucket:
 
 
 def held_by_each_rank(parameters: Mapping[str, Tensor]) -> list[dict[str, Rectangle]]:
-    """Return each rank's part of each parameter."""
+    """Return, for each rank, the rectangle of each parameter that the rank holds."""
     places = dict[DeviceMesh | None, list[list[int]]]()
-    places[None] = [[]] * dist.get_world_size()  # a plain parameter is whole on all ranks
+    places[None] = [[]] * dist.get_world_size()  # all ranks hold all of a plain parameter
     held = [dict[str, Rectangle]() for _ in places[None]]
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -97,7 +97,7 @@ def _rectangle(parameter: Tensor, place: list[int]) -> Rectangle:
 
 
 def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> list[list[Stack]]:
-    """Group matrices, in the same order on every rank, into stacks of buckets by `share_matrices`."""
+    """Group matrices into buckets of stacks by `share_matrices`, with its arguments; the same on every rank."""
     buckets = list[dict[tuple[str, int, int], list[Matrix]]]()
     for i, bucket, owner in share_matrices([matrix.shape for matrix in matrices], ranks, steps, most):
         if bucket == len(buckets):
@@ -114,7 +114,7 @@ def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> lis
 
 
 def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank: int, replicas: int) -> Bucket:
-    """Make the bucket of these stacks for a rank; replicas are on successive ranks each."""
+    """Return the bucket of these stacks for `rank`. `held` is by rank; the ranks of a replica are successive."""
     ranks = len(held)
     own = [i for i, stack in enumerate(stacks) if stack.owner == rank]
     bucket = Bucket(stacks, own, Transfer(), Transfer(), Transfer(), Transfer())
@@ -135,8 +135,8 @@ def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank:
 
 
 def _sources(held: Sequence[Mapping[str, Rectangle]], of_replica: int) -> Callable[[int, Stack], bool]:
-    """Return a test of (rank, stack) whether the rank sends its rectangle to the owner: of all ranks that have the same
-    rectangle the first in the owner's replica, or the first."""
+    """Return a function of (rank, stack): whether the rank sends its rectangle to the stack's owner. Of the ranks with
+    the same rectangle, the first in the owner's replica does, or else the first. `of_replica`: ranks per replica."""
 
     def is_source(rank: int, stack: Stack) -> bool:
         mine, name = held[rank][stack.parameter], stack.parameter
@@ -147,7 +147,7 @@ def _sources(held: Sequence[Mapping[str, Rectangle]], of_replica: int) -> Callab
 
 
 def _rows_inside(stack: Stack, has: Rectangle) -> tuple[Tensor, Tensor]:
-    """Return (places of a rank's rows in the stack, its matrices below one another; the rows of the parameter)."""
+    """Return the stack's rows inside a rectangle: (indices in the stack viewed as [B·R, C], rows of the parameter)."""
     flat = stack.rows.flatten()
     places = ((flat >= has.first_row) & (flat < has.first_row + has.rows)).nonzero().squeeze(1)
     return places, flat[places]

@@ -1,4 +1,4 @@
-"""The base of the rules by which parameters are updated: one for all those that have it."""
+"""The base class of update rules. One object updates all parameters that have the same rule."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from titanlite.parallel.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class ParametersOfRule:
-    """Parameters that have one rule.
+    """The parameters that have the same rule, and what the rule needs to update them.
 
     Attributes:
-        parameters: by name.
-        locals: this rank's shard of each; empty where it has no part.
-        settings: what each is updated with.
-        updates: [] float32, updates so far; counted by the optimizer, before `UpdateRule.step`.
-        matrices: that the parameters of projections are made of.
+        parameters: parameters by name.
+        locals: this rank's shard of each parameter; empty if the rank holds no part of it.
+        settings: settings of the update of each parameter.
+        updates: [] float32, number of updates; the optimizer increases it before `UpdateRule.step`.
+        matrices: the matrices that are fused in the parameter of each projection.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -35,23 +35,23 @@ class ParametersOfRule:
     matrices: Mapping[str, Sequence[Matrix]]
 
     def decay_factor(self, lr: float) -> float:
-        """Return the factor of weight decays that `optimizer.weight_decay_schedule` asks for, beside the rate."""
+        """Return the factor by which `optimizer.weight_decay_schedule` scales weight decays at learning rate `lr`."""
         return lr / self.config.lr if self.config.weight_decay_schedule == "lr" else 1.0
 
     @property
     def names(self) -> list[str]:
-        """Parameters of which this rank has a part: with more ranks than rows, a shard is empty."""
+        """Names of the parameters of which this rank holds a part: with more ranks than rows, some shards are empty."""
         return [name for name, p in self.locals.items() if p.numel()]
 
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Bytes of one element of a parameter.
+    """Bytes that an update rule keeps and moves per element of a parameter.
 
     Attributes:
-        state: that the optimizer keeps, on the device and in a checkpoint.
-        moved: that a step reads and writes where the parameter lies: the norm of the gradients, and the update.
-        row: that each rank keeps of each row of the whole parameter.
+        state: bytes of optimizer state per element, on the device and in a checkpoint.
+        moved: bytes that a step reads and writes in memory per element, for the norm of the gradients and the update.
+        row: bytes that each rank keeps for each row of the whole parameter.
     """
 
     state: int
@@ -60,30 +60,30 @@ class UpdateCost:
 
 
 def bytes_of_state(config: Optimizer) -> int:
-    """Return the bytes of an element of the state."""
+    """Return the bytes of one element of a tensor of optimizer state."""
     return getattr(torch, config.state_dtype).itemsize
 
 
 class UpdateRule(ABC):
-    """The update of the parameters that have one rule; made with them alone.
+    """Updates all parameters that have the same rule.
 
     Attributes:
-        kept: state of each kind, as "exp_avg", by the parameter's name, laid out as this rank's shard of it.
+        kept: optimizer state: kind, such as "exp_avg" → parameter → tensor of the shape of this rank's shard.
     """
 
     kept: dict[str, dict[str, Tensor]]
 
     @abstractmethod
     def __init__(self, own: ParametersOfRule) -> None:
-        """Make the state of these parameters."""
+        """Allocate the optimizer state of the parameters in `own`."""
 
     @property
     def whole(self) -> dict[str, dict[str, Tensor]]:
-        """State that each rank has whole, and the same: of each kind, by the parameter's name."""
+        """Return state that is complete and equal on every rank: kind → parameter → tensor."""
         return {}
 
     def facts(self) -> dict[str, object]:
-        """Return what the receipt says of the work of all ranks, as JSON. Collective, over all of them."""
+        """Return facts about the work of all ranks for the receipt, as JSON values. Collective over all ranks."""
         return {}
 
     @abstractmethod
@@ -93,19 +93,19 @@ class UpdateRule(ABC):
         """Apply one update, or none.
 
         Args:
-            grads: of all parameters; values of its own are not defined afterwards.
-            lr: learning rate, before a group's factor.
-            divisor: [] float32 that gradients are divided by, to clip them.
-            skip: [] float32; 1 leaves parameters and state as they are.
-            norms: in a step that is logged, must get the squares of weights and of what the update changes: by
-                `GroupNorms.add_update`, or `around`.
+            grads: gradients of all parameters. The rule may overwrite those of its own parameters.
+            lr: learning rate, without the factors of groups.
+            divisor: [] float32, by which gradients are divided to clip them.
+            skip: [] float32; 1 leaves parameters and state unchanged.
+            norms: given in a step that is logged. The rule must add the squares of its weights and of their change, by
+                `GroupNorms.add_update` or `around`.
         """
 
 
 class ShippedRule(UpdateRule):
-    """A rule of titanlite's own, whose class says what it costs."""
+    """A rule that titanlite ships; its class can return its cost in bytes."""
 
     @classmethod
     @abstractmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """Return what an element costs."""
+        """Return the bytes per element of a parameter that the rule keeps and moves with this config."""

@@ -1,7 +1,7 @@
-"""The rule of a user's file on each rank's shards.
+"""Apply the update rule of a user's file to each rank's shards.
 
-A shard is updated in pieces, so that temporaries take memory of a piece. State is given in float32 and rounded when it
-is stored. A step that is left out changes no bit, which the device decides.
+A shard is updated in pieces, so that temporaries need only the memory of a piece. The rule gets its state in float32;
+the state is rounded when it is stored. A skipped step changes no bit; the device decides whether to skip.
 """
 
 import torch
@@ -13,11 +13,11 @@ from titanlite.optimizers.group_norms import GroupNorms, around
 from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule, bytes_of_state
 from titanlite.update_rules.find import bytes_of_update, own_rule
 
-_PIECE = 1 << 24  # numbers
+_PIECE = 1 << 24  # elements
 
 
 class RuleOfFile(UpdateRule):
-    """See `UpdateRule`."""
+    """A rule of a user's file; see `UpdateRule`."""
 
     def __init__(self, own: ParametersOfRule, rule: OwnRule) -> None:
         dtype, settings = getattr(torch, own.config.state_dtype), own.settings
@@ -30,15 +30,15 @@ class RuleOfFile(UpdateRule):
 
     @classmethod
     def cost_of(cls, rule: OwnRule, config: Optimizer) -> UpdateCost:
-        """Count bytes operation by operation: the norm, the division, state to float32 and back, decay, move and the
-        choice by `skip`, and those of the rule itself."""
+        """Return the cost per element, counted operation by operation: the norm, the division, state to float32 and
+        back, decay, move, the choice by `skip`, and the operations of the rule itself."""
         each, n = bytes_of_state(config), len(rule.state)
         of_state = (each + 4) + (each + 4 + 4) + (4 + each)
         moved = 4 + 2 * 4 + 5 * 4 + 5 * 4 + n * of_state + bytes_of_update(rule)
         return UpdateCost(state=n * each, moved=moved)
 
     def facts(self) -> dict[str, object]:
-        """Return the file and its hash."""
+        """Return the path of the user's file and its hash."""
         return {"file": self._rule.file, "sha256": self._rule.sha256}
 
     @torch.no_grad()

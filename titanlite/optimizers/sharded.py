@@ -1,7 +1,7 @@
-"""The optimizer: each rank updates its shards by the rules of a recipe, and decides nothing on the host.
+"""The optimizer: each rank updates its shards by the rules of a recipe. The host never waits for a value.
 
-A shipped rule is a class in a file of this folder and a group of `config/recipe_schema.py`, which names it and has its
-keys.
+A shipped rule is a class in a file of this folder, and a class of groups in `config/recipe_schema.py` that names the
+rule and has its keys.
 """
 
 import importlib
@@ -28,13 +28,13 @@ from titanlite.receipt import Entry
 
 
 def shipped_rule(rule: str) -> type[ShippedRule]:
-    """Import the class of a rule of titanlite's own."""
+    """Import the class of the rule that titanlite ships under this name."""
     module, _, name = GROUP_OF_RULE[rule].update.partition(".")
     return getattr(importlib.import_module(f"titanlite.optimizers.{module}"), name)
 
 
 def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> UpdateCost:
-    """Return what an element of a parameter costs that a rule of this name and recipe updates."""
+    """Return the bytes per element of a parameter that the rule named `rule` of a recipe keeps and moves."""
     own = recipe.own_rules.get(rule)
     return RuleOfFile.cost_of(own, config) if own else shipped_rule(rule).cost(config)
 
@@ -45,8 +45,8 @@ class ShardedOptimizer:
     Attributes:
         locals: this rank's shard of each parameter.
         updates: [] float32, steps applied so far.
-        names: parameters of which this rank has a part: with more ranks than rows, a shard is empty.
-        rules: what updates them, by name, each those that are its.
+        names: parameters of which this rank holds a part: with more ranks than rows, some shards are empty.
+        rules: the rules by name; each updates the parameters that have it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ShardedOptimizer:
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         self.updates = torch.zeros((), device=mesh.device)
         self.names = [name for name, p in self.locals.items() if p.numel()]
-        # Whole on every tensor-parallel rank: counted once in the norm.
+        # Parameters that every tensor-parallel rank holds completely are counted once in the norm.
         self._shared = [n for n in self.names if mesh.tp_size > 1 and is_replicated(parameters[n])]
         self._owned = [n for n in self.names if n not in set(self._shared)]
         self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
@@ -78,16 +78,16 @@ class ShardedOptimizer:
     def step(
         self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
     ) -> None:
-        """Apply one update, or none; arguments as of `UpdateRule.step`, with gradients from `gradients`."""
+        """Apply one update, or none. Arguments as in `UpdateRule.step`; `grads` are from the method `gradients`."""
         self.updates += 1 - skip
         for rule in self.rules.values():
             rule.step(grads, lr, divisor, skip, norms)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's shard of each gradient, float32: the memory that backward filled.
+        """Return this rank's shard of each gradient, float32, in the memory that backward filled.
 
         Raises:
-            StepError: some parameter has none.
+            StepError: some parameter has no gradient.
         """
         if without := [name for name, p in self.parameters.items() if p.grad is None]:
             want = "a gradient for every parameter"
@@ -98,21 +98,21 @@ class ShardedOptimizer:
 
     @cached_property
     def groups(self) -> list[str]:
-        """Groups of the recipe that have parameters."""
+        """Names of the recipe's groups that have parameters."""
         return list(dict.fromkeys(own.group for own in self.settings.values()))
 
     def group_norms(self) -> GroupNorms:
-        """Begin to measure the norms of a step."""
+        """Return an empty `GroupNorms`, to which the norms of a step are added."""
         return GroupNorms(self.groups, self._places, self.mesh)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, bool]]:
-        """The place of each parameter of which this rank has a part, as `GroupNorms` takes it."""
+        """Return the argument `places` of `GroupNorms`."""
         number, shared = {group: n for n, group in enumerate(self.groups)}, set(self._shared)
         return {name: (number[self.settings[name].group], name in shared) for name in self.names}
 
     def norm(self, grads: dict[str, Tensor], norms: GroupNorms | None = None) -> Tensor:
-        """Global L2 norm of all gradients; `norms` get that of each, in a step that is logged.
+        """Return the L2 norm of all gradients together. If `norms` is given, add the norm of each gradient to it.
 
         Returns:
             [] float32, equal on every rank.
@@ -127,7 +127,7 @@ class ShardedOptimizer:
 
     @property
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """State of each kind, as "exp_avg", by the parameter's name, laid out as this rank's shard of it."""
+        """Optimizer state: kind, such as "exp_avg" → parameter → tensor of the shape of this rank's shard."""
         found: dict[str, dict[str, Tensor]] = {}
         for rule in self.rules.values():
             for kind, tensors in rule.kept.items():
@@ -135,7 +135,7 @@ class ShardedOptimizer:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint must hold, laid out as the parameters are; to load into it restores it."""
+        """Return the tensors for a checkpoint, laid out as the parameters. Loading into them restores the optimizer."""
         out: dict[str, Tensor] = {f"{PREFIX}updates": self.updates}
         for kind, tensors in self.kept.items():
             for name, local in tensors.items():
@@ -147,11 +147,11 @@ class ShardedOptimizer:
 
     @property
     def rules_by_name(self) -> dict[str, str]:
-        """The rule of each parameter."""
+        """The name of the rule of each parameter."""
         return {name: own.rule for name, own in self.settings.items()}
 
     def state_tensors(self) -> list[Tensor]:
-        """All that it keeps on this rank."""
+        """Return all tensors of optimizer state that this rank keeps."""
         whole = [of for rule in self.rules.values() for of in rule.whole.values()]
         return [tensor for tensors in (*self.kept.values(), *whole) for tensor in tensors.values()]
 
@@ -161,9 +161,9 @@ class ShardedOptimizer:
         return next((rule.sha256 for rule in self.recipe.own_rules.values()), None)
 
     def entry(self) -> Entry:
-        """Return the entry of the receipt: by group, what its parameters are updated with, and which they are.
+        """Return the receipt's entry: for each group its settings, and the names and sizes of its parameters.
 
-        Collective, over all ranks.
+        Collective over all ranks.
         """
         rows, groups = rows_of_groups(self.settings), dict[str, dict[str, object]]()
         for own, names in rows.items():
@@ -172,7 +172,7 @@ class ShardedOptimizer:
                 "pattern": list(self.recipe.groups[own.group].pattern),
                 **{key: value for key, value in own.of_rule().items() if key != "group"},
                 "parameters": len(names),
-                "elements": sum(self.parameters[name].numel() for name in names),  # of a split one, its whole
+                "elements": sum(self.parameters[name].numel() for name in names),  # of all ranks
                 "names": names,
             }
         counts = {name: f"{row['rule']}, {row['elements']:,} elements" for name, row in groups.items()}

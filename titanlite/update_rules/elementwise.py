@@ -1,4 +1,4 @@
-"""The base of a user's update rule, which updates each number of a parameter by itself, on any shard."""
+"""The base class of a user's update rule. It treats each element of a parameter by itself, so it works on any shard."""
 
 from abc import ABC, abstractmethod
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class ElementwiseRule(ABC):
-    """An update rule: a parameter moves against a direction, which the rule computes for each number.
+    """An update rule: a parameter moves against a direction, which the rule computes for each element.
 
     A subclass declares its state, and the keys of a recipe's groups with types and defaults:
 
@@ -25,18 +25,18 @@ class ElementwiseRule(ABC):
     The optimizer does the rest: clipping, skipped steps, the state's dtype, shards and checkpoints.
     """
 
-    state: tuple[str, ...] = ()  # names; each has a number for each number of a parameter, zero at first
+    state: tuple[str, ...] = ()  # names of tensors with an element for each one of a parameter, zero at first
 
     @abstractmethod
     def update(self, gradient: Tensor, parameter: Tensor, state: dict[str, Tensor], updates: Tensor) -> Tensor:
-        """Return the direction, and change the state.
+        """Return the direction of one update, and update the state.
 
         Args:
-            gradient: [n] float32, clipped: n numbers of one parameter.
-            parameter: [n] float32, read-only.
-            state: [n] float32 each, by name; changed in place or replaced.
-            updates: [] float32, the number of updates, with this one.
+            gradient: [n] float32, clipped: the gradient of n elements of one parameter.
+            parameter: [n] float32, the values of these elements; read-only.
+            state: name → [n] float32; change the tensors in place, or replace them.
+            updates: [] float32, the number of updates, including this one.
 
         Returns:
-            [n] float32. Direction and state of a number depend neither on other numbers nor on random ones.
+            [n] float32. Direction and state of an element may depend neither on other elements nor on random numbers.
         """

@@ -1,4 +1,4 @@
-"""Import the update rules of a user's file, and try each on a few numbers before a run trains with it."""
+"""Import the update rules of a user's file, and try each on a few elements before a run trains with it."""
 
 import hashlib
 import inspect
@@ -21,17 +21,17 @@ from titanlite.models.find import imported
 from titanlite.models.mistakes import line_of, of_function, refused
 from titanlite.update_rules.elementwise import ElementwiseRule
 
-_N = 96  # numbers on which a rule is tried, as a whole and in pieces
+_N = 96  # elements on which a rule is tried, all at once and in pieces
 _PIECES = (1, 40, 55)
-_ROUNDING = 1e-4  # between pieces and the whole: kernels may round otherwise at the end of a vector
+_ROUNDING = 1e-4  # relative difference of pieces that is allowed: kernels may round the end of a vector differently
 
 
 def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
-    """Import `optimizer.file`, which exists, and return its rules by class name.
+    """Import `optimizer.file`, which must exist, and return its rules by class name.
 
     Raises:
-        ConfigError: the file cannot be imported or has no rule; the name of a rule, of its state or of a key is taken;
-            or the default of a key is not of its type, or not finite.
+        ConfigError: the file cannot be imported or has no rule; the name of a rule, of its state or of a key is already
+            in use; or the default of a key has the wrong type, or is not finite.
     """
     module, sha256 = imported(file, "optimizer.file"), hashlib.sha256(Path(file).read_bytes()).hexdigest()
     kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, ElementwiseRule)]
@@ -51,15 +51,15 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
 
 
 def _keys(kind: type[ElementwiseRule]) -> dict[str, type[Value]]:
-    """Return the keys of a class's groups: public attributes annotated with a type that TOML has."""
+    """Return the keys that a rule adds to its groups: its public attributes annotated with a type of TOML."""
     types: dict[object, type[Value]] = {of: of for of in (float, int, bool, str)}
-    types |= {of.__name__: of for of in types.values()}  # as with `from __future__ import annotations`
+    types |= {of.__name__: of for of in types.values()}  # for `from __future__ import annotations`
     said = {name: hint for each in reversed(kind.__mro__) for name, hint in inspect.get_annotations(each).items()}
     return {name: types[hint] for name, hint in said.items() if hint in types and name[0] != "_"}
 
 
 def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value | None:
-    """Return the default of a key, an int as a float if the key's type is; None for another type, or not finite."""
+    """Return the default of a key of type `of`; None if it has another type or is not finite. Ints become floats."""
     value = getattr(kind, name, None)
     if of is float and isinstance(value, (float, int)) and not isinstance(value, bool):
         with suppress(OverflowError):  # an int may be too large
@@ -68,7 +68,7 @@ def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> 
 
 
 def _mistakes(rule: OwnRule) -> Iterator[Problem]:
-    """Yield a problem for each name that is taken, and each default that a key cannot have."""
+    """Yield a problem for each name that is already in use, and for each default of the wrong type or not finite."""
     for key, of in _keys(rule.kind).items():
         if key not in rule.keys:
             want = f"a default that is {'a finite number' if of is float else f'of type {of.__name__}'}"
@@ -91,7 +91,7 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
 
 
 def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:
-    """Make a user's rule with the keys of a group; raise ConfigError if its class cannot be made or has no `update`."""
+    """Make an object of a user's rule with a group's keys. Raise ConfigError if that fails or it has no `update`."""
     want = f"{rule.name}() to make the rule: what a group says is in its attributes when update is called"
     with refused(rule.file, want, "write update in the class, and no __init__", rule.kind):
         made: ElementwiseRule = rule.kind()
@@ -100,11 +100,11 @@ def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:
 
 
 def try_rules(rules: Iterable[tuple[OwnRule, Mapping[str, Value]]]) -> None:
-    """Try rules, each with the keys of a group.
+    """Try two updates of each rule, with the keys of a group, on a few elements.
 
     Raises:
-        ConfigError: see `own_rule`; or an update raises, returns or keeps anything but one number for each, changes the
-            parameter, is not finite, or depends on other numbers of the parameter.
+        ConfigError: as in `own_rule`; or an update raises, changes the parameter, returns or keeps a tensor that is not
+            [n] float32 or not finite, or depends on other elements of the parameter.
     """
     for rule, keys in rules:
         made = own_rule(rule, keys)
@@ -122,11 +122,11 @@ def try_rules(rules: Iterable[tuple[OwnRule, Mapping[str, Value]]]) -> None:
 
 
 def _after_two_steps(rule: OwnRule, made: ElementwiseRule, device: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Update some numbers twice, in pieces of these sizes; return directions and final state, concatenated."""
+    """Update `_N` elements twice, in pieces of these sizes. Return directions and final state, concatenated."""
     found = dict[str, list[Tensor]]()
     parameters, *gradients = torch.randn(3, _N, generator=torch.Generator().manual_seed(0))
     for tensor in (parameters, *gradients):
-        tensor[::7] = 0.0  # as of tokens that have not occurred
+        tensor[::7] = 0.0  # as for tokens that do not occur in a batch
     kept = [{name: torch.zeros(n, device=device) for name in rule.state} for n in sizes]
     called = f"{rule.name}.update(gradient, parameter, state, updates)"
     for step, gradient in enumerate(gradients, start=1):
@@ -147,7 +147,7 @@ def _after_two_steps(rule: OwnRule, made: ElementwiseRule, device: str, sizes: t
 
 
 def _require_a_number_for_each(rule: OwnRule, n: int, direction: object, state: Mapping[str, object]) -> None:
-    """Refuse a direction or state that is not of the gradient's shape, and state that the class does not declare."""
+    """Refuse a direction or state that is not [n] float32, and state that the class does not declare."""
 
     def seen(x: object) -> str:
         return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -165,7 +165,7 @@ def _refusal(rule: OwnRule, saw: str, want: str, fix: str) -> ConfigError:
 
 
 def bytes_of_update(rule: OwnRule) -> int:
-    """Count the bytes that an update reads and writes for each number, with the defaults of its keys, by operation."""
+    """Return the bytes per element that the operations of an update read and write, with the defaults of its keys."""
     made = own_rule(rule, {})
     gradient, parameter, *kept = torch.empty(2 + len(rule.state), _N, device="meta").unbind()
     state = dict(zip(rule.state, kept, strict=True))
@@ -175,7 +175,7 @@ def bytes_of_update(rule: OwnRule) -> int:
 
 
 class _Moved(TorchDispatchMode):
-    """Adds up the bytes of operations' arguments and results, except views'."""
+    """Adds up the bytes of the arguments and results of all operations, except views."""
 
     total = 0
 
