@@ -1,7 +1,7 @@
-"""Float8 products with scales by block: cuBLASLt's on Hopper, their definition elsewhere.
+"""Float8 matmuls with one scale per block: by cuBLASLt on Hopper, by their definition in torch elsewhere.
 
-A tensor is read once and quantised along its rows and along its columns, so that scales never lie along a sum. Forward
-keeps the input's bytes that backward multiplies.
+A tensor is read once and quantised twice, by its rows and by its columns: each of its two matmuls sums over another
+dim, and needs blocks along this dim. Forward keeps the quantised bytes of its input that backward multiplies.
 """
 
 from typing import Any
@@ -15,24 +15,27 @@ from titanlite.kernels.block_scaled_matmul import block_scaled_matmul
 from titanlite.kernels.float8_cast import cast_blocks
 
 Either = Cast | Tensor
-"""A matrix in float8, or as it was if the recipe leaves the product in high precision."""
+"""A matrix cast to float8, or the original matrix if the recipe leaves the matmul in high precision."""
 
 
 class BlockScaledFloat8:
-    """The matmul `x @ weight.T` of a recipe with scales by block; see `scope.is_by_blocks`."""
+    """The matmul `x @ weight.T` by a recipe with one scale per block; see `scope.is_by_blocks`."""
 
     def __init__(self, recipe: Float8Recipe) -> None:
         self.recipe = recipe
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
         return _BlockScaledMatmul.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
 
 
 def _cast_both_ways(
     x: Tensor, of: Granularity, of_transpose: Granularity, dtype: str, recipe: Float8Recipe, after: Tensor | None = None
 ) -> tuple[Either, Either]:
-    """Cast a matrix [R, C] for a product that contracts columns, and its transpose for one that contracts rows."""
+    """Cast a matrix [R, C] for a matmul that sums over its columns, and its transpose for one that sums over its rows.
+
+    `of` and `of_transpose` are the units that have a scale in each; `after` is as in `cast_blocks`.
+    """
     rows, rows_transposed = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_transpose))
     if not rows and not rows_transposed:
         return x, x.t()
@@ -50,7 +53,7 @@ def _multiply_casts(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right.t())
 
 
-@torch._dynamo.allow_in_graph  # Dynamo cannot trace arguments that are no tensors
+@torch._dynamo.allow_in_graph  # Dynamo cannot trace arguments that are not tensors
 class _BlockScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:

@@ -1,12 +1,12 @@
-"""Cast a matrix to float8 as a recipe says: which numbers share a scale, and how scales are rounded.
+"""Cast a matrix to float8 by a recipe, which defines the elements that share a scale, and how scales are rounded.
 
-Casts are torchao's to the bit where torchao has the recipe (`tests/unit/float8/test_emulated.py`).
+Casts equal torchao's bit for bit where torchao has the recipe (`tests/unit/float8/test_emulated.py`).
 
-The maximum of each row, block or whole is taken here; `scale_of` and `cast_to` of `kernels/float8_scales.py` make scale
-and bytes of it. Kernels that cast something else on their way (`kernels/float8_cast.py`, `swiglu.py`, `experts.py`)
-are defined by the same two functions.
+This file takes the maximum of each row, of each block or of the whole matrix. `scale_of` and `cast_to` of
+`kernels/float8_scales.py` compute the scale and the bytes from it. Kernels that fuse a cast with other work
+(`kernels/float8_cast.py`, `swiglu.py`, `experts.py`) are defined by the same two functions.
 
-A matrix [R, C] is seen as rows of C values that are summed over, and as blocks [R/r, r, C/c, c] with one scale each.
+A matmul sums over the C columns of a matrix [R, C]. A block with one scale has r rows and c columns.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Cast(NamedTuple):
-    """A matrix in float8: the numbers are `qdata · scale_inv`."""
+    """A matrix in float8; its values are `qdata · scale_inv`."""
 
     qdata: Tensor  # [R, C] float8
-    scale_inv: Tensor  # float32: [] of the whole matrix, [R, 1] of rows, [R/r, C/c] of blocks
+    scale_inv: Tensor  # float32: [] for the whole matrix, [R, 1] for rows, [R/r, C/c] for blocks
 
 
 class AmaxGroups(NamedTuple):
-    """The ranks over which each operand's maximum is reduced; None: this rank has the whole operand."""
+    """The ranks over which the maximum of each operand of a matmul is reduced; None: this rank has all of it."""
 
     input: Group | None = None
     weight: Group | None = None
@@ -43,15 +43,15 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
     """Quantise a matrix whose last dim is contracted.
 
     Args:
-        x: [R, C], any floating dtype. R and C are multiples of a block.
+        x: [R, C], any floating dtype. R and C are multiples of the block's size.
         of: the unit that has a scale; not "none".
         dtype: "e4m3" or "e5m2".
-        rounding: of the scales: "exact" or "pow2_floor", as `scale_of` has them.
-        over: the ranks that hold the other parts of a matrix with one scale; only with "tensor".
+        rounding: how scales are rounded: "exact" or "pow2_floor"; see `scale_of`.
+        over: the ranks that hold the other parts of the matrix, which all share one scale; only if `of` is "tensor".
 
     Returns:
-        The matrix, its bytes laid out as `x`. NaN and infinity make NaN of all numbers with the same scale; infinity
-        with exact scales only once bytes are multiplied by `scale_inv`.
+        The cast matrix, its bytes laid out in memory as `x`. A NaN or infinity turns all elements with the same scale
+        into NaN; for an infinity with exact scales, only after the multiplication by `scale_inv`.
 
     Source:
         torchao.float8.float8_utils.
@@ -67,7 +67,7 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
 
 
 def _amax_of(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
-    """Return the maximum of each row, [R, 1], or of the matrix, [], on this rank or all."""
+    """Return the largest magnitude of each row, [R, 1], or of the matrix, []; with `over`, the largest of its ranks."""
     if of == "row":
         return x.abs().amax(-1, keepdim=True)
     return x.abs().amax() if over is None else all_reduce(x.abs().amax(), "max", over)

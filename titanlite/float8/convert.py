@@ -1,8 +1,8 @@
-"""Apply a float8 recipe (`recipes/float8/*.toml`) to a model: replace the matmuls of linear layers by `matmul.py`'s.
+"""Apply a float8 recipe (`recipes/float8/*.toml`) to a model: replace matmuls of linear layers by those of `matmul.py`.
 
-Layers work on local tensors: under tensor parallelism every scale is this rank's, which is exact for its product and
-needs no reduction. A recipe with `reduce_amax` gives the bits of one device, and reduces the maximum of every operand
-that is split. A fused projection is one operand: under tensorwise scaling `wq`, `wk` and `wv` share a scale.
+Layers compute on local tensors. Under tensor parallelism each rank computes its own scales, which needs no reduction. A
+recipe with `reduce_amax` reduces the maximum of every split operand over the ranks, and so gives the bits of one
+device. A fused projection is one operand: under tensorwise scaling `wq`, `wk` and `wv` share a scale.
 """
 
 import re
@@ -34,25 +34,25 @@ from titanlite.models.llama3 import FeedForward
 
 @dataclass(frozen=True)
 class Conversion:
-    """The outcome of a conversion, layer by layer."""
+    """The outcome of a conversion to float8, by names of layers."""
 
     lowering: Lowering
     converted: tuple[str, ...]
-    skipped: dict[str, str]  # name → why
-    joined: tuple[str, ...] = ()  # feed-forwards whose intermediates exist in float8 alone
+    skipped: dict[str, str]  # name → reason
+    joined: tuple[str, ...] = ()  # feed-forwards that became a `Float8FeedForward`
     tied: tuple[str, ...] = ()  # converted, but gathered in high precision, which the embedding needs
-    maxima: tuple[str, ...] = ()  # operands whose maximum tensor-parallel ranks reduce in a micro-step, of all layers
+    maxima: tuple[str, ...] = ()  # operand of each reduction of a maximum over tensor-parallel ranks, per micro-step
     gathered: Mapping[str, int] = field(default_factory=dict[str, int])  # name → ranks from which FSDP gathers float8
 
 
 class Float8FeedForward(FeedForward):
-    """A `FeedForward` whose intermediates exist in float8 alone."""
+    """A `FeedForward` whose gated activations, the input of the second matmul, exist only in float8."""
 
     group: Group | None  # the tensor-parallel ranks, or None
     recipe: Float8Recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [M/tp, D] to [M/tp, D]."""
+        """Apply the feed-forward to x [M/tp, D] (M tokens, tp tensor-parallel ranks, D model width): [M/tp, D]."""
         w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13.weight, self.w2.weight))
         return feed_forward(x, w13, w2, self.group, self.recipe)
 
@@ -66,20 +66,20 @@ def apply_float8(
     shards: int,
     expert_shards: int | None = None,
 ) -> Conversion:
-    """Convert each eligible linear layer to a recipe, in place.
+    """Convert each eligible linear layer to a float8 recipe, in place.
 
     Args:
-        model: after tensor parallelism, before FSDP.
-        recipe: the arithmetic.
+        model: the model after tensor parallelism is applied, before FSDP.
+        recipe: the float8 recipe.
         filter_fqns: layers whose name contains one of these are skipped.
-        device: to train on, on which the lowering depends.
-        tokens: M of a micro-step.
-        shards: ranks over which FSDP splits each weight.
-        expert_shards: ranks over which it splits weights of experts; None: the same.
+        device: the device to train on, which determines the lowering.
+        tokens: number of tokens of a micro-step.
+        shards: number of ranks over which FSDP splits each weight.
+        expert_shards: number of ranks over which FSDP splits weights of experts; None: `shards`.
 
     Raises:
-        RecipeError: a layer has a forward of a user's class, or FSDP is to gather float8 and a weight's rows cannot be
-            split equally.
+        RecipeError: a layer has a user's own forward or matmul, or the recipe gathers weights in float8 and the rows of
+            a weight cannot be split equally.
     """
     matmul = Float8Matmul(recipe, device)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
@@ -87,7 +87,7 @@ def apply_float8(
     of_experts = {name: {f"{name}.{part}": getattr(m, part) for part in ("w13", "w2")} for name, m in mixtures.items()}
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied, of_their_own = [], {}, dict[str, int](), [], []
-    own = {ALL_HERE: matmul}  # by the ranks over which a layer's operands are split
+    own = {ALL_HERE: matmul}  # a matmul for each set of ranks over which operands are split
     for name, module in linears.items():
         weight = local_data(module.weight)
         if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
@@ -102,7 +102,7 @@ def apply_float8(
             converted.append(name)
             if recipe.fsdp_all_gather != "float8" or matmul.unfused is not None:
                 continue
-            if uses[module.weight] > 1:  # tied to the embedding: another parameter would untie the two
+            if uses[module.weight] > 1:  # tied to the embedding: a new parameter would untie the two
                 tied.append(name)
                 continue
             rows[name] = len(weight)
@@ -110,7 +110,7 @@ def apply_float8(
     gathers = recipe.fsdp_all_gather == "float8" and matmul.unfused is None
     for name, projections in of_experts.items():
         why, compute = _experts_left_alone(projections, tokens, recipe, filter_fqns), mixtures[name].compute
-        if not isinstance(compute, PlainExperts):  # a user's
+        if not isinstance(compute, PlainExperts):  # a user has replaced it
             why = "experts that have an arithmetic of their own multiply in training.mixed_precision_param"
         if why or not isinstance(compute, PlainExperts):
             skipped |= dict.fromkeys(projections, why)
@@ -138,7 +138,7 @@ def apply_float8(
 def _experts_left_alone(
     projections: Mapping[str, Projection], tokens: int, recipe: Float8Recipe, filter_fqns: tuple[str, ...]
 ) -> str | None:
-    """Return why the experts of a layer are not converted, or None; both projections are converted, or none."""
+    """Return the reason why a layer's experts are not converted, or None. The projections are converted together."""
     if why := obstacle_of_experts(recipe):
         return why
     found = (left_alone(name, p.weight.shape, tokens, recipe, filter_fqns) for name, p in projections.items())
@@ -153,21 +153,24 @@ def _has_own_forward(module: Linear) -> bool:
 
 
 def _maxima(layer: Linear, is_gathered: bool) -> Iterator[str]:
-    """Yield the operands whose maximum a converted layer reduces: all if its products have a collective inside."""
+    """Yield the operands whose maximum a converted layer reduces over ranks: all, if its collectives are fused.
+
+    `is_gathered`: FSDP gathers the layer's weight in float8.
+    """
     matmul: Float8Matmul = layer.matmul  # type: ignore[assignment]
     if not matmul.recipe.reduce_amax or getattr(layer, "group", None) is None:
         return
     is_fused, is_emulated = getattr(layer, "fused", None) is not None, matmul.lowering.name == "emulated"
-    again = MATMULS["grad_weight"] if is_emulated else ()  # other lowerings use the same bytes again
+    again = MATMULS["grad_weight"] if is_emulated else ()  # other lowerings reuse the bytes of the first two
     for operand in (*MATMULS["output"], *MATMULS["grad_input"], *again):
         if operand == "weight" and is_gathered:
-            continue  # `precompute_scales` has done it
+            continue  # `precompute_scales` reduces this maximum
         if is_fused or getattr(matmul.over, operand) is not None:
             yield operand
 
 
 def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:
-    """Join the products of a feed-forward in place, if both are titanlite's own; return whether it was joined."""
+    """Turn a feed-forward into a `Float8FeedForward`, if titanlite's own kernels run both matmuls; return whether."""
     if type(module) is not FeedForward or matmul.unfused is not None:
         return False
     layers = module.w13, module.w2
@@ -175,7 +178,7 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
         return False  # left in high precision, or with collectives of its own
     group = getattr(module.w13, "group", None)
     if any(layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
-        return False  # a user's
+        return False  # added by a user
     if not joins_feed_forward(recipe, group is not None):
         return False
     module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the object keeps its name and parameters
@@ -184,22 +187,22 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
 
 
 def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe, over: Group | None) -> nn.Parameter:
-    """Wrap the local tensor of a weight so that FSDP casts it before it gathers it."""
+    """Wrap a weight's local tensor so that FSDP casts it to float8 before the all-gather. `over`: as in `Casting`."""
     by_row, pow2 = recipe.weight.output == "row", recipe.scale_rounding == "pow2_floor"
     how = Casting(DTYPES[recipe.weight.dtype], by_row, pow2, over)
     return nn.Parameter(as_laid_out(WeightShard(local_data(weight), how), weight))
 
 
 def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Compute the scale of every weight that FSDP gathers in float8 with one scale; call after each update.
+    """Compute the scale of every weight that FSDP gathers in float8 with a single scale. Call it after each update.
 
-    Without it each gather would reduce its own maximum first.
+    Without this call each all-gather would first reduce the maximum of its weight.
 
     Args:
-        parameters: all of the model.
-        mesh: of FSDP; its last axis shards weights.
+        parameters: all parameters of the model.
+        mesh: the mesh of FSDP; its last axis shards weights.
     """
-    # The tensor that FSDP gathers: from torch 2.13 on `to_local` of a parameter returns a view.
+    # `_local_tensor` is the tensor that FSDP gathers. From torch 2.13 on `to_local` returns a view of it.
     locals_ = [p._local_tensor for p in parameters if isinstance(p, DTensor)]
     shards = [shard for shard in locals_ if isinstance(shard, WeightShard) and not shard.how.by_row]
     if shards:

@@ -1,10 +1,10 @@
-"""The definition of every float8 recipe in plain torch: products of dequantised casts.
+"""The definition of every float8 recipe in plain torch: matmuls of dequantised casts.
 
-It runs on any device; other lowerings are tested against it. Where torchao has the recipe, results equal its
-emulation's to the bit (`tests/unit/float8/test_emulated.py`), except that bytes are multiplied by the inverse scale, as
-on tensor cores, where torchao divides by the scale.
+It runs on any device; other lowerings are tested against it. Where torchao has the recipe, results equal those of its
+emulation bit for bit (`tests/unit/float8/test_emulated.py`), except that bytes are multiplied by the inverse scale, as
+on tensor cores, while torchao divides by the scale.
 
-Each operand is cast for each of its two products, so that scales never lie along the sum:
+Each operand takes part in two matmuls, and is cast for each along the dim that the matmul sums over:
 
     output       x  [M, K]    weight    [N, K]     sum over K, the in features
     grad_input   g  [M, N]    weight.T  [K, N]     sum over N, the out features
@@ -27,17 +27,17 @@ def multiply(left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
 
 
 class EmulatedFloat8:
-    """The matmul `x @ weight.T` as a recipe defines it, forward and backward; `over` as of `Float8Matmul`."""
+    """The matmul `x @ weight.T` as a recipe defines it, forward and backward; `over` as in `Float8Matmul`."""
 
     def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
         self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
         return _Matmul.apply(x, weight, self.recipe, self.over)  # type: ignore[no-any-return]
 
 
-@torch._dynamo.allow_in_graph  # Dynamo cannot trace arguments that are no tensors
+@torch._dynamo.allow_in_graph  # Dynamo cannot trace arguments that are not tensors
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
@@ -57,7 +57,7 @@ class _Matmul(torch.autograd.Function):
 
 
 def _emulated_product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
-    """Return `left [R, C] @ right [S, C].T` [R, S], one of the recipe's three."""
+    """Return `left [R, C] @ right [S, C].T` [R, S]. `matmul`: "output", "grad_input" or "grad_weight" of the recipe."""
     of = recipe.operands(matmul)
     if of == ("none", "none"):
         return torch.mm(left, right.t())

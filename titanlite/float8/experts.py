@@ -1,8 +1,8 @@
-"""The experts of a layer in float8 by row: each tensor is cast once, and tokens travel to their experts as bytes.
+"""The experts of a layer in float8 with one scale per row. Tensors are cast once; tokens are sent to experts as bytes.
 
-As in `fused.py`, no scale lies along a sum. A weight's gradient contracts the rows of an expert, so both operands are
-transposed; the narrower one is multiplied by both's scales and cast again. In the transposed operands the rows of an
-expert begin at multiples of 16 (`kernels/aligned_rows.py`).
+As in `fused.py`, scales must not vary along the dim that a matmul sums over. A weight's gradient sums over the rows of
+an expert. So both operands are transposed, and the narrower one is multiplied by the scales of both and cast again. In
+the transposed operands the rows of an expert begin at multiples of 16 (`kernels/aligned_rows.py`).
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ from titanlite.kernels.token_exchange import Dispatch, Routing
 
 
 class Float8Experts:
-    """The experts of a recipe with powers of two as scales of rows; called as `kernels.experts.experts`.
+    """Computes experts by a recipe whose scales are by row and powers of two; called as `kernels.experts.experts`.
 
     Args:
-        recipe: the arithmetic.
+        recipe: the float8 recipe.
         group: see `kernels.experts.PlainExperts`.
     """
 
@@ -34,24 +34,24 @@ class Float8Experts:
         self.recipe, self.group = recipe, group
 
     def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
-        """Return [M, D]."""
+        """Return the weighted sum of the results of each token's experts, [M, D] for M tokens of width D."""
         group = () if self.group is None else self.group
         count = n_experts // (1 if self.group is None else self.group.size)
         return _Float8Experts.apply(x, weights, choices, w13, w2, count, self.recipe, *group)  # type: ignore[no-any-return]
 
 
 class _Side(NamedTuple):
-    """An operand of a weight's gradient."""
+    """An operand of a weight's gradient. Its aligned form has P rows, each a row of `cast` or padding."""
 
     cast: Cast  # [n, width], with scales of rows
-    sources: Tensor  # [P], the row of each place of the aligned operand
+    sources: Tensor  # [P], for each aligned row its row in `cast`; negative: padding
 
     def factors(self) -> Tensor:
-        """Return the inverse scale of each place, [P, 1]."""
+        """Return the inverse scale of each aligned row, [P, 1]."""
         return self.cast.scale_inv[self.sources.clamp(min=0)]
 
 
-@torch._dynamo.allow_in_graph  # weights may be in float8, whose insides Dynamo does not see
+@torch._dynamo.allow_in_graph  # Dynamo cannot see inside weights in float8
 class _Float8Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _Float8Experts(torch.autograd.Function):
 
 
 def _sent(c: Cast, routing: Routing, to: Dispatch) -> Cast:
-    """Send the bytes and scales of tokens to their experts."""
+    """Copy the float8 bytes and scales of tokens to the rows of their experts."""
     K = routing.rows.shape[1]
     return Cast(to.rows(c.qdata, routing), c.scale_inv[routing.slots.clamp(min=0) // K])
 
@@ -117,20 +117,24 @@ def _straight(weight: Tensor, recipe: Float8Recipe) -> Cast:
 
 
 def _by_expert(weight: Tensor, E: int, recipe: Float8Recipe) -> Cast:
-    """Cast [E·N, K] by row, as [E, N, K] with scales [E, N]."""
+    """Cast the stacked weights [E·N, K] of E experts by row; return [E, N, K] with inverse scales [E, N]."""
     qdata, scale_inv = _straight(weight, recipe)
     return Cast(qdata.unflatten(0, (E, -1)), scale_inv.view(E, -1))
 
 
 def _transposed(weight: Tensor, E: int, recipe: Float8Recipe, after: Tensor) -> Cast:
-    """Cast the transpose of [E·N, K] to [E, K, N], with scales [1, K] that all experts share."""
+    """Cast the transposes of the weights [E·N, K] of E experts, after the tensor `after` exists; return [E, K, N], with
+    inverse scales [1, K] that all experts share."""
     c = _straight(weight, recipe)
     qdata, scale_inv = cast_transpose(*c, True, DTYPES[recipe.weight.dtype], True, after)
     return Cast(qdata.unflatten(1, (E, -1)).transpose(0, 1), scale_inv.t())
 
 
 def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a weight, [E·N, K]; the narrower operand is cast again, with both's scales."""
+    """Return the gradient of a weight, [E·N, K], as the product of the transposed operands.
+
+    The narrower one is multiplied by the scales of both and cast again. `begins`: first aligned row of each expert.
+    """
     of_grad = grad.cast.qdata.shape[1] <= x.cast.qdata.shape[1]
     narrow, wide = (grad, x) if of_grad else (x, grad)
     operand = recipe.grad_output if of_grad else recipe.input

@@ -1,16 +1,16 @@
-"""Float8 products by titanlite's own kernels, with or without a fused collective.
+"""Float8 matmuls by titanlite's own kernels, with or without a fused collective.
 
-Each tensor is quantised once, by row or as a whole; backward uses the same float8 bytes. The weight's gradient
-contracts tokens: both operands are transposed, and scales of rows would lie along the sum. So the narrower operand is
-multiplied by both's scales and cast again, by column; the wider one is only transposed. With `d`, `e` the bytes and
-`s`, `t` the inverse scales of rows,
+Each tensor is quantised once, by row or as a whole, and backward uses the same float8 bytes. The weight's gradient sums
+over tokens: both operands are transposed, and scales of their rows would vary along the sum. So the narrower operand is
+multiplied by the scales of both and cast again by column; the wider one is only transposed. With the bytes `d`, `e` and
+the inverse row scales `s`, `t` of the two operands,
 
     Σ_m (s_m · d_mn) · (t_m · e_mk)  =  Σ_m d_mn · (s_m · t_m · e_mk)
 
-Scales of rows are powers of two, so the second cast loses only numbers that are too small for it.
+Row scales are powers of two, so the second cast loses only values that are too small for float8.
 
-Under tensor parallelism a rank casts its part before it is gathered: float8 bytes travel, with a scale for each row or
-for each rank's part. With `reduce_amax` all ranks' bytes have one scale.
+Under tensor parallelism a rank casts its part before the all-gather, which sends float8 bytes with a scale for each row
+or for each rank's part. With `reduce_amax` the parts of all ranks share one scale.
 """
 
 from typing import Any, NamedTuple
@@ -31,16 +31,16 @@ from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 
 
 class FusedFloat8:
-    """The matmuls of a recipe without a `scope.obstacle`: plain, and with a collective as `FusedMatmul`'s functions.
+    """The matmuls of a recipe without a `scope.obstacle`: plain, and fused with a collective as in `FusedMatmul`.
 
-    `over` is of plain products, as of `Float8Matmul`.
+    `over` is as in `Float8Matmul`, and applies to plain matmuls.
     """
 
     def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
         self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
         return _Product.apply(x, weight, True, None, self.recipe, self.over)  # type: ignore[no-any-return]
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
@@ -52,20 +52,20 @@ class FusedFloat8:
         return _Product.apply(x, weight, False, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def _all_over(self, group: Group) -> AmaxGroups:
-        """Return the groups of products with a collective: operands are cast in parts, before they are gathered."""
+        """Return the ranks that reduce maxima in matmuls with a collective, where a rank casts a part of an operand."""
         return AmaxGroups(group, group, group) if self.recipe.reduce_amax else ALL_HERE
 
 
 def _cast_contiguous(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, over: Group | None) -> Cast:
-    """Cast a matrix to contiguous bytes."""
+    """Cast a matrix as `cast` does, but to bytes that are contiguous."""
     qdata, scale_inv = cast(x, of, dtype, recipe.scale_rounding, over)
     return Cast(qdata.contiguous(), scale_inv)
 
 
 def _cast_weight(weight: Tensor, how: "_TokenProduct", recipe: Float8Recipe, factor: Tensor) -> Cast:
-    """Cast a weight [N, K], which FSDP may have gathered in float8, or its transpose [K, N], by rows.
+    """Return a weight [N, K], or its transpose [K, N] if `how` needs that, cast to float8 for a matmul over columns.
 
-    It is transposed only once `factor`, the product's other operand, exists.
+    FSDP may have gathered it in float8 already. The transposition waits until `factor`, the other operand, exists.
     """
     dtype, pow2, by_row = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor", how.weight_of == "row"
     if isinstance(weight, GatheredWeight):
@@ -83,14 +83,14 @@ def _cast_weight(weight: Tensor, how: "_TokenProduct", recipe: Float8Recipe, fac
 
 
 def _columns(scale_inv: Tensor) -> Tensor:
-    """View inverse scales [N, 1] of rows as those of the transpose's columns."""
+    """View inverse scales [N, 1] of rows as scales [1, N] of the transpose's columns. A scale [] remains unchanged."""
     return scale_inv.t() if scale_inv.ndim else scale_inv
 
 
 def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """Return `grad.T @ x` [N, K], the sum over tokens of [M, N] and [M, K].
+    """Return `grad.T @ x` [N, K], for a gradient [M, N] and an input [M, K] of M tokens.
 
-    One of the two may be in high precision: it is then cast by column.
+    One of the two may be in high precision; it is then cast by column.
     """
     fast, pow2 = recipe.accumulation.grad_weight == "fast", recipe.scale_rounding == "pow2_floor"
     if isinstance(grad, Cast) and isinstance(x, Cast) and grad.scale_inv.ndim == x.scale_inv.ndim == 0:
@@ -104,24 +104,24 @@ def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe
 
 
 def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2: bool) -> Cast:
-    """Cast the transpose of `x [M, K] · by [M, 1]` by its rows."""
+    """Cast the transpose of `x [M, K] · by [M, 1]`; `of` is the unit of the transpose that has a scale."""
     source, factors = (x.qdata, x.scale_inv * by) if isinstance(x, Cast) else (x, by)
     return Cast(*cast_transpose(source, factors, of == "row", DTYPES[dtype], pow2))
 
 
 class _TokenProduct(NamedTuple):
-    """The product of a tensor of tokens with the weight, or with its transpose."""
+    """How to cast and multiply a tensor with one row per token by the weight, or by the transposed weight."""
 
-    of: Granularity  # of the tensor's scales
-    over: Group | None  # the ranks that hold the other parts of a tensor with one scale
-    dtype: str  # that the tensor is cast to
-    weight_of: Granularity
-    weight_over: Group | None
-    transposed: bool  # whether the weight is
-    fast: bool  # whether tensor cores accumulate alone
+    of: Granularity  # unit of the tensor that has a scale
+    over: Group | None  # the ranks that hold the other parts of the tensor, if all share one scale
+    dtype: str  # dtype to which the tensor is cast
+    weight_of: Granularity  # as `of`, for the weight
+    weight_over: Group | None  # as `over`, for the weight
+    transposed: bool  # whether the weight is transposed
+    fast: bool  # whether to accumulate in tensor cores only, faster and less exact than in float32
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
-        """Cast the tensor to contiguous bytes."""
+        """Cast `x`, the tensor with one row per token, to contiguous bytes."""
         return _cast_contiguous(x, self.of, self.dtype, recipe, self.over)
 
 
@@ -138,7 +138,7 @@ def _grad_input(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _TokenProd
 def _gathered_product(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _TokenProduct, dtype: torch.dtype
 ) -> tuple[Cast, Tensor]:
-    """Gather x [M/tp, K]; return it, [M, K], and its product with the weight."""
+    """All-gather x [M/tp, K] over the group, if any; return (the gathered x [M, K], its product with the weight)."""
     w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
     if group is None:
         return x, scaled_matmul(x.qdata, w.t(), x.scale_inv, _columns(w_scale_inv), dtype, how.fast)
@@ -160,7 +160,7 @@ def _gathered_product(
 def _scattered_product(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _TokenProduct, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply x [M, K] by the weight; return this rank's part [M/tp, N] of the sum over ranks."""
+    """Multiply x [M, K] by the weight; return this rank's part [M/tp, N] of the sum over the group, if any."""
     w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
     if group is None:
         return scaled_matmul(x.qdata, w.t(), x.scale_inv, _columns(w_scale_inv), dtype, how.fast)
@@ -177,21 +177,21 @@ def _scattered_product(
 
 
 def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
-    """Return `swiglu(x @ w13.T) @ w2.T` [M/tp, D], whose intermediates exist in float8 alone.
+    """Return `swiglu(x @ w13.T) @ w2.T` [M/tp, D]. The result of swiglu exists only in float8.
 
     Args:
-        x: [M/tp, D].
-        w13: [2F/tp, D], blocks of 128 rows of gate and up in turn.
+        x: [M/tp, D], the activations of this rank's tokens.
+        w13: [2F/tp, D], gate and up projection in alternating blocks of 128 rows.
         w2: [D, F/tp].
-        group: the ranks from which tokens are gathered, or None.
-        recipe: the arithmetic; see `scope.joins_feed_forward`.
+        group: the tensor-parallel ranks from which tokens are gathered, or None.
+        recipe: a recipe that `scope.joins_feed_forward` allows.
     """
     return _FeedForward.apply(x, w13, w2, group, recipe)  # type: ignore[no-any-return]
 
 
 @torch._dynamo.allow_in_graph  # Dynamo cannot trace a weight in float8
 class _Product(torch.autograd.Function):
-    """The product of gathered tokens, or the one whose tokens are scattered; backward has the other collective."""
+    """A matmul after an all-gather of tokens (`gathers`) or before a reduce-scatter; backward has the other collective."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (qdata, scale_inv, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         how, forward = _grad_input(recipe), _output(recipe)
-        # The cast is first in the block's backward: the compiler could join it to nothing.
+        # The cast comes first in the block's backward, where the compiler cannot fuse it with other work: use a kernel.
         cast_grad = Cast(*cast_rows(grad, DTYPES[how.dtype])) if how.of == "row" else how.cast(grad, recipe)
         g, d_h = _gathered_product(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"

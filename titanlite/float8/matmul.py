@@ -1,8 +1,9 @@
-"""The matmul `x @ weight.T` in float8, forward and backward, by the lowering of a recipe on a device.
+"""The matmul `x @ weight.T` in float8, forward and backward, by the implementation (lowering) of a recipe on a device.
 
-`emulated.py` defines the recipes. titanlite's own products (`fused.py`) run all recipes that they can. Scales by block
-are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); the rest, as a matmul in high precision, is torchao's. Where a
-device has no such matmul, the same casts are multiplied in float32: the same numbers, without the speed.
+`emulated.py` defines the recipes. titanlite's own kernels (`fused.py`) run every recipe that they support. Recipes with
+scales by block run on cuBLASLt (`titanlite.kernels.block_scaled_matmul`), the others, as with one matmul in high
+precision, on torchao. If a device supports none of these, the same casts are multiplied in float32: slow, but the same
+numbers.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Lowering(NamedTuple):
     """The implementation of a recipe's matmuls on a device."""
 
     name: str  # "fused", titanlite's own; "definition", the same on a CPU; "block scaled", "torchao" or "emulated"
-    why: str | None  # it is not titanlite's own; if emulated, why the device has none
+    why: str | None  # reason why it is not titanlite's own, or why it is emulated
 
 
 def lowering_of(recipe: Float8Recipe, device: Device) -> Lowering:
@@ -40,7 +41,7 @@ def lowering_of(recipe: Float8Recipe, device: Device) -> Lowering:
 
 
 def _why_emulated(recipe: Float8Recipe, device: Device) -> str | None:
-    """Return why a device has no tensor cores for a recipe, or None."""
+    """Return the reason why a device cannot run a recipe on tensor cores, or None."""
     capability = device.capability or (0, 0)
     if capability[0] + capability[1] / 10 < recipe.min_compute_capability:
         has = f"this GPU has {capability[0]}.{capability[1]}" if device.is_gpu else "this device is no GPU"
@@ -55,8 +56,8 @@ def _why_emulated(recipe: Float8Recipe, device: Device) -> str | None:
 class Float8Matmul:
     """The matmul `x @ weight.T` in float8, forward and backward, built for a device.
 
-    `over` are the ranks that hold the other parts of operands, for a recipe with `reduce_amax`. `fused` is the same
-    with a collective, and `unfused` why that cannot run; None: the lowering is titanlite's own.
+    `over` are the ranks that hold the other parts of operands, for a recipe with `reduce_amax`. The attribute `fused`
+    has the matmuls with a collective. `unfused` is the reason why these cannot run, or None.
     """
 
     def __init__(self, recipe: Float8Recipe, device: Device, over: AmaxGroups = ALL_HERE) -> None:
@@ -67,19 +68,19 @@ class Float8Matmul:
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # by the definition on a CPU
+            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # on a CPU by the definition
             by_blocks = multiplies and is_by_blocks(recipe)
             self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
         return self.function(x, weight)
 
 
 def torchao_matmul(recipe: Float8Recipe) -> Matmul:
     """Return torchao's matmul of a recipe without scales by block, on tensor cores."""
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import, so only here
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
     config = torchao_config(recipe)

@@ -1,11 +1,11 @@
-"""Measure float8 in each layer of a model in training: saturated and flushed numbers, and noise of products.
+"""Measure float8 in each layer of a model in training: values that saturate or become zero, and noise of matmuls.
 
-An additional forward pass runs without gradients and compiler. In it each converted layer multiplies in float8 and once
-more in high precision, with its collectives unfused, so that the operands are known; a joined feed-forward is two
+An additional forward pass runs without gradients and compiler. Each converted layer multiplies in float8, and again in
+high precision. Its collectives are not fused, so that the operands can be read, and a `Float8FeedForward` runs as two
 layers. Afterwards the model is as before.
 
-Only the forward product is measured. A cast with its own maxima never saturates: numbers are beyond the range only
-where a scale is of another tensor.
+Only matmuls of forward are measured. A cast that uses the maximum of its own tensor never saturates; values exceed the
+range only if the scale comes from another tensor.
 """
 
 import math
@@ -28,19 +28,19 @@ from titanlite.kernels.collectives import Group, all_gather
 from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import FeedForward
 
-_ALL = slice(None)  # rows
+_ALL = slice(None)  # all rows
 
 
 class _Look:
-    """Replaces a layer's matmul by one that measures its operands and result.
+    """A replacement for a layer's matmul that also measures the operands and the result.
 
     Args:
-        matmul, parameter: the layer's own, and its weight, sharded over the mesh of FSDP.
-        is_counted: [M] bool, the tokens that are measured; None: all. Layers with other rows measure all.
+        matmul, parameter: the matmul to replace, and the layer's weight, sharded over `mesh`, the mesh of FSDP.
+        is_counted: [M] bool, the tokens to measure; None: all. Layers with another number of rows measure all.
 
     Attributes:
-        sums: [8] float64, over all calls: numbers of the input that saturate, that are flushed, and all; the same of
-            the weight; power of the exact result and of the noise.
+        sums: [8] float64, sums over all calls: elements of the input that saturate, elements that become zero, and all
+            elements; the same of the weight; power of the exact result, and of the noise.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class _Look:
         self.sums = torch.zeros(8, dtype=torch.float64, device=parameter.device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N] in float8, and add what is measured to `sums`."""
         y, recipe = self.matmul(x, weight), self.matmul.recipe
         exact = _gather_weight(self.parameter, self.mesh) if isinstance(weight, GatheredWeight) else weight
         truth = F.linear(x, exact.to(x.dtype)).float()
@@ -68,14 +68,14 @@ class _Look:
 
 
 def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | None) -> Cast:
-    """Cast an operand, unless FSDP has gathered it in float8."""
+    """Cast an operand as `cast` does, unless FSDP has already gathered it in float8."""
     return Cast(x.qdata, x.scale_inv) if isinstance(x, GatheredWeight) else cast(x, of, dtype, rounding, over)
 
 
 def _count(x: Tensor, cast: Cast, rows: Tensor | slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
-    """Count numbers of some rows: those that round beyond the range, nonzero ones that become zero, and all."""
+    """Count the elements in some rows that exceed the range after rounding, that become zero, and all elements."""
     info = torch.finfo(cast.qdata.dtype)
-    step = info.eps * 2 ** math.floor(math.log2(info.max))  # between the two largest numbers
+    step = info.eps * 2 ** math.floor(math.log2(info.max))  # distance of the two largest numbers
     scaled = x.abs() / dequantise(torch.ones_like(x), cast.scale_inv)
     beyond = scaled >= info.max + step / 2
     flushed = (cast.qdata.float() == 0) & (x != 0)
@@ -83,13 +83,13 @@ def _count(x: Tensor, cast: Cast, rows: Tensor | slice = _ALL) -> tuple[Tensor, 
 
 
 def _gather_weight(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
-    """Gather a sharded weight in high precision: this tensor-parallel rank's [N, K]."""
+    """Gather a weight, sharded by FSDP, in high precision; return this tensor-parallel rank's part [N, K]."""
     group = mesh.get_group(mesh.ndim - 1)
     return all_gather(local_data(parameter), Group(group.group_name, group.size(), group.rank()))
 
 
 def measurable(model: nn.Module) -> dict[str, Linear]:
-    """Return the layers whose output is a product in float8, by name."""
+    """Return the layers whose output is a matmul in float8, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {
         name: layer
@@ -100,7 +100,7 @@ def measurable(model: nn.Module) -> dict[str, Linear]:
 
 @contextmanager
 def _looking(model: nn.Module, mesh: DeviceMesh, is_counted: Tensor | None) -> Iterator[dict[str, _Look]]:
-    """Replace each layer's matmul, and compiled code by modules, within a context."""
+    """Within the context, replace each layer's matmul by a `_Look` and run modules uncompiled. Yields name → look."""
     layers = measurable(model)
     matmuls = {name: layer.matmul for name, layer in layers.items()}
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
@@ -131,22 +131,22 @@ def float8_numerics(
     """Run a model forward and measure each layer whose output is a float8 product; collective.
 
     Args:
-        model: as it trains.
-        tokens: [M] int64, this rank's.
-        mesh: of FSDP; its last axis shards weights.
-        sequences: of the tokens.
-        is_counted: [M] bool, the tokens that count (`data/document_starts.py`); None: all.
+        model: the model in training.
+        tokens: [M] int64, this rank's tokens.
+        mesh: the mesh of FSDP; its last axis shards weights.
+        sequences: the sequences that the tokens form.
+        is_counted: [M] bool, the tokens to measure (`data/document_starts.py`); None: all.
 
     Returns:
-        Of each layer, over all ranks: `float8_{input,weight}_saturated.<layer>`, the share of numbers beyond the range
-        of their dtype; `float8_{input,weight}_flushed.<layer>`, the share that became zero;
-        `float8_output_sqnr_db.<layer>`, signal to noise of the product in decibels, against the product of the uncast
-        operands in the compute dtype.
+        For each layer, over all ranks: `float8_{input,weight}_saturated.<layer>`, the share of elements that exceed the
+        range of float8; `float8_{input,weight}_flushed.<layer>`, the share that became zero;
+        `float8_output_sqnr_db.<layer>`, the signal-to-noise ratio of the matmul in decibels. Its reference is the
+        matmul of the uncast operands in the compute dtype.
     """
     with _looking(model, mesh, is_counted) as looks:
         if not looks:
             return {}
-        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # dropout must draw the same afterwards
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # keeps the dropout of training
             model(tokens, sequences=sequences)
     totals = torch.stack([look.sums for look in looks.values()])  # [layers, 8]
     dist.all_reduce(totals)

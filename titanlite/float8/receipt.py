@@ -1,4 +1,4 @@
-"""The receipt's entry of float8: converted layers, and why others are not."""
+"""Build the receipt's entry of float8: the converted layers, and the reasons why others are not converted."""
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from titanlite.receipt import Entry, Skipped
 
 
 def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: Device) -> Entry:
-    """Return the receipt's entry of a conversion; on a GPU an emulated layer is missed."""
+    """Return the receipt's entry of a conversion. Layers that a GPU emulates are listed as missed."""
     cost, missed = emulation_cost(done, device), list[Skipped]()
     applied: dict[str, object] = {"layers": len(done.converted), "lowering": cost or done.lowering.name}
     if cost:
@@ -41,19 +41,19 @@ def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, confi
 
 
 def _routers(model: nn.Module) -> dict[str, str]:
-    """Return why routers are not converted, by name."""
+    """Return the reason why each router is not converted, by name."""
     routers = (name for name, module in model.named_modules() if isinstance(module, Router))
     return dict.fromkeys(routers, "a router's logits are of float32")
 
 
 def emulation_cost(done: Conversion, device: Device) -> str | None:
-    """Return that a GPU emulates the recipe, and why; None on a CPU, and with kernels."""
+    """Return a text that a GPU emulates the recipe, with the reason; None on a CPU, or if the GPU has kernels."""
     is_emulated = done.lowering.name == "emulated" and device.is_gpu
     return f"emulated: slower than bf16; {done.lowering.why}" if is_emulated else None
 
 
 def _fsdp_gathers(done: Conversion, recipe: Float8Recipe) -> str:
-    """Describe in which precision FSDP gathers."""
+    """Describe in which precision FSDP gathers the weights."""
     if recipe.fsdp_all_gather != "float8":
         return recipe.fsdp_all_gather
     if done.lowering.why is not None:
@@ -61,7 +61,7 @@ def _fsdp_gathers(done: Conversion, recipe: Float8Recipe) -> str:
     gathered, whole = "float8", sum(ranks == 1 for ranks in done.gathered.values())
     if whole and whole == len(done.gathered):
         gathered = "nothing: each rank has its weights whole, and casts them once"
-    elif whole:  # experts are split over other ranks
+    elif whole:  # experts and other layers are split differently
         gathered = f"float8 of {len(done.gathered) - whole} layers; {whole} each rank has whole, and casts once"
     if done.tied:
         gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"

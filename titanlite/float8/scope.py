@@ -1,4 +1,4 @@
-"""Decide without torch which recipes titanlite's own float8 products can run, and which layers are converted."""
+"""Decide without torch which recipes titanlite's own float8 kernels can run, and which layers are converted."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from titanlite.errors import Problem, RecipeError, describe
 
 
 def obstacle(recipe: Float8Recipe) -> str | None:
-    """Return why titanlite's own products cannot run a recipe, or None."""
+    """Return the reason why titanlite's own float8 kernels cannot run a recipe, or None."""
     if recipe.has_blocks:
         return "has scales by block, which no fused kernel takes"
     if "none" in recipe.granularities:
@@ -25,38 +25,40 @@ def obstacle(recipe: Float8Recipe) -> str | None:
 
 
 def obstacle_of_experts(recipe: Float8Recipe) -> str | None:
-    """Return why experts cannot be computed by a recipe, or None."""
+    """Return the reason why experts cannot be computed by a recipe, or None."""
     if obstacle(recipe) is not None or set(recipe.granularities) != {"row"}:
         return "experts have scales by row alone, which are powers of two, in all products"
     return None
 
 
 def is_by_blocks(recipe: Float8Recipe) -> bool:
-    """Return whether all scales of a recipe are by block: then forward keeps its input's bytes, not the input."""
+    """Return whether all scales of a recipe are by block. Forward then keeps float8 bytes of its input for backward."""
     return set(recipe.granularities) <= {"1x128", "128x128", "none"}
 
 
 def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Return whether the weight's gradient uses bytes alone: ranks' scales of a gathered tensor may differ.
+    """Return whether a weight's gradient can be computed from float8 bytes alone.
+
+    It cannot if the parts of a gathered tensor have different scales by rank that are not powers of two.
 
     Args:
-        recipe: without an `obstacle`.
-        parallel: whether a collective is part of the product.
+        recipe: a recipe without an `obstacle`.
+        parallel: whether a collective is part of the matmul.
     """
     return not parallel or recipe.scale_rounding == "pow2_floor" or recipe.reduce_amax
 
 
 def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Return whether a feed-forward needs no intermediates in high precision; arguments as of `is_cast_from_bytes`."""
-    if recipe.reduce_amax:  # the kernel that gates and casts in one pass has only its rank's maximum
+    """Return whether a layer can become a `Float8FeedForward` by its recipe. Arguments as in `is_cast_from_bytes`."""
+    if recipe.reduce_amax:  # the kernel that gates and casts in one pass does not reduce the maximum over ranks
         return False
     return is_cast_from_bytes(recipe, parallel) and recipe.input.output == recipe.grad_output.grad_input
 
 
 def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> None:
-    """Raise RecipeError if rows of a weight do not divide by FSDP's shards: it does not pad bytes that a weight casts.
+    """Raise RecipeError if the rows of a weight cannot be split equally: FSDP does not pad weights in float8.
 
-    `rows` has those of each weight on one tensor-parallel rank, `shards` the ranks over which FSDP splits it.
+    `rows`: rows of each weight on one tensor-parallel rank. `shards`: number of ranks over which FSDP splits it.
     """
     alike = {re.sub(r"^layers\.\d+\.", "", name): (n, shards[name]) for name, n in rows.items()}
     if uneven := [(name, n, over) for name, (n, over) in alike.items() if n % over]:
@@ -69,7 +71,7 @@ def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> 
 
 
 def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: Origin) -> None:
-    """Raise RecipeError if a filter is part of no layer's name: the layer that it was meant for would be converted."""
+    """Raise RecipeError if a filter matches no layer's name: the layer that the user meant would be converted."""
     problems, last_names = Problems(origin), list(dict.fromkeys(n.split(".")[-1] for n in layers))
     for unused in (f for f in filter_fqns if not any(f in name for name in layers)):
         near = nearest_layer(unused, layers)
@@ -80,7 +82,7 @@ def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: O
 
 
 def odd_sizes(skipped: Mapping[str, str], filter_fqns: Sequence[str]) -> dict[str, str]:
-    """Return the skipped layers, with reasons, that the user's filters would convert; none with the default filters."""
+    """Return name → reason of the skipped layers that no filter of the user names; none with the default filters."""
     if tuple(filter_fqns) == Float8().filter_fqns:
         return {}
     return {name: why for name, why in skipped.items() if not any(f in name for f in filter_fqns)}
@@ -89,11 +91,11 @@ def odd_sizes(skipped: Mapping[str, str], filter_fqns: Sequence[str]) -> dict[st
 def left_alone(
     name: str, shape: Sequence[int], tokens: int, recipe: Float8Recipe, filter_fqns: Sequence[str]
 ) -> str | None:
-    """Return why a linear layer is not converted, or None.
+    """Return the reason why a linear layer is not converted, or None.
 
     Args:
-        name, shape: of the layer, and of its weight [N, K] on one tensor-parallel rank.
-        tokens, recipe, filter_fqns: as of `apply_float8`.
+        name, shape: name of the layer, and shape of its weight [N, K] on one tensor-parallel rank.
+        tokens, recipe, filter_fqns: as in `apply_float8`.
     """
     if matches := [f for f in filter_fqns if f in name]:
         return f"float8.filter_fqns has {matches[0]!r}"

@@ -1,7 +1,7 @@
-"""Weights that FSDP gathers in float8: each rank casts its shard, then bytes and scales travel.
+"""Weights that FSDP gathers in float8: each rank casts its shard, and the all-gather sends bytes and scales.
 
-A shard has whole rows, and computes their scales itself; one scale of the whole tensor is computed after each update
-(`titanlite.float8.convert.precompute_scales`).
+A shard consists of whole rows, so a rank computes row scales by itself. A single scale for the whole weight is computed
+after each update (`titanlite.float8.convert.precompute_scales`).
 """
 
 import functools
@@ -34,7 +34,7 @@ _STILL_A_SHARD = {
     _aten.split.Tensor,
     _aten.view.default,
 }
-"""Operators by which FSDP shards and pads a parameter."""
+"""Operators by which FSDP shards and pads a parameter; of a `WeightShard` they make a `WeightShard`."""
 
 _THE_SAME_WEIGHT = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default}
 
@@ -72,18 +72,18 @@ class GatheredWeight(Tensor):
 
 
 class Casting(NamedTuple):
-    """The cast of a weight."""
+    """How a weight is cast to float8."""
 
-    dtype: torch.dtype  # float8
+    dtype: torch.dtype  # a float8 dtype
     by_row: bool  # whether each row has a scale; else the whole weight has one
     pow2: bool  # whether scales are powers of two; scales of rows always are
-    over: Group | None = None  # the tensor-parallel ranks, if all of their parts have one scale
+    over: Group | None = None  # the tensor-parallel ranks, if their parts of the weight share one scale
 
 
 class WeightShard(Tensor):
     """A rank's rows of a weight in high precision, cast before they are gathered."""
 
-    master: Tensor  # [n, K], which the optimizer updates
+    master: Tensor  # [n, K], the values in high precision, which the optimizer updates
     how: Casting
     scale: Tensor | None  # [] float32, of the whole weight, set after each update; None with scales of rows
     scale_inv: Tensor | None
@@ -122,7 +122,7 @@ class WeightShard(Tensor):
         return pytree.tree_map_only(Tensor, lambda master: cls(master, first.how), out)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Cast; return the tensors to be gathered, and a scale that need not be."""
+        """Cast the shard; return (tensors to be gathered, inverse scale that every rank has already, or None)."""
         if self.how.by_row:
             qdata, scale_inv = cast_rows(self.master, self.how.dtype)
             # On a single rank FSDP takes only one tensor of each weight.
@@ -134,7 +134,7 @@ class WeightShard(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], scale_inv: Tensor | None, dtype: torch.dtype, *, out: Any = None
     ):
-        """Make the whole weight of gathered tensors; with `out`, which has the same memory, renew its scale."""
+        """Return the weight made of the gathered tensors; with `out`, a weight in the same memory, set its scale."""
         if scale_inv is None:
             qdata, scale_inv = gathered
         else:
@@ -145,13 +145,13 @@ class WeightShard(Tensor):
         return GatheredWeight(qdata, scale_inv, dtype), gathered
 
 
-# FSDP reads it at each gather, and Python would compute it each time.
+# FSDP reads the signature at each gather, and Python would compute it each time.
 WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _is_single_rank(mesh: DeviceMesh) -> bool:
-    """Return whether weights are sharded over one rank; cached, as `size` of a mesh is slow."""
+    """Return whether FSDP shards weights over a single rank; cached, because `size` of a mesh is slow."""
     return mesh.size(mesh.ndim - 1) == 1
 
 
@@ -162,7 +162,7 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View a local shard as a DTensor with the layout of a parameter; return it as it is if the parameter is plain."""
+    """View a local shard as a DTensor with the layout of a parameter; return it unchanged if the parameter is none."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -177,11 +177,11 @@ def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
-    """Compute one scale for each weight, with one reduction for all of them, or two with `Casting.over`.
+    """Compute a single scale for each weight, with one all-reduce for all weights, or two with `Casting.over`.
 
     Args:
-        shards: of different weights, with the same `Casting`.
-        mesh: of FSDP; its last axis shards weights.
+        shards: this rank's shards of different weights, with the same `Casting`.
+        mesh: the mesh of FSDP; its last axis shards weights.
     """
     amax = torch.stack(torch._foreach_norm([shard.master for shard in shards], ord=float("inf")))
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))

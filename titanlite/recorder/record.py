@@ -1,14 +1,16 @@
-"""Record a step: build the run for one rank of any world, and take its first step, on tensors without memory.
+"""Record the collectives of a step: build the run for one rank of any number, and take its first step, on tensors
+without memory.
 
-Blocks of one kind do the same work. So the first and the last block are recorded with one of each other kind, then once
-more with a second block of a kind: what this one adds, every further block of the kind adds, too. A reduction over all
-blocks at once, in the update, grows in bytes instead of calls. Where ranks share out whole matrices, the distribution
-depends on all of them, and all blocks are recorded. One micro-step stands for all between the first and the last.
+Blocks of the same kind do the same work. The first recording has the first and the last block, and one block of each
+other kind. Another recording for each kind has one more block of it: the difference is the work of every further block.
+A reduction over all blocks at once, in the update, grows in bytes instead of calls. If the recipe distributes whole
+matrices over ranks, the distribution depends on all blocks, so all are recorded. One micro-step stands for all between
+the first and the last.
 
-Formulas remain for what one rank cannot show:
+A recording of one rank lacks the following quantities, for which there are formulas:
 
     the busiest rank                        keys that are exchanged (`forecast/step_time.py`), matrices that are
-                                            shared out (`forecast/update_work.py`)
+                                            distributed (`forecast/update_work.py`)
     working set, slack, symmetric memory    `forecast/memory.py`
     the rates of everything                 `forecast/devices`
 """
@@ -40,21 +42,21 @@ from titanlite.training.step import train_step
 
 @dataclass(frozen=True)
 class Recording:
-    """The work of one rank in a step."""
+    """The collectives that one rank calls in a step."""
 
-    collectives: Counter[Recorded]  # calls of each
-    pairs: Counter[CollectiveMatmul]  # calls of collectives with a matmul, and whether these are one kernel
-    entries: list[Entry]  # of the receipt, without compiling and memory; for the blocks that were recorded
+    collectives: Counter[Recorded]  # number of calls of each
+    pairs: Counter[CollectiveMatmul]  # number of calls of each collective with a matmul
+    entries: list[Entry]  # entries of the receipt, without compiling and memory, for the blocks that were recorded
 
 
 @dataclass(frozen=True)
 class _Step(Recording):
-    """The work of a rank in a step with some of the blocks; `collectives` without the update's."""
+    """The recording of a step with some of the blocks. `collectives` lacks those of the update, listed in `update`."""
 
     update: list[Recorded]
 
     def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
-        """Add n times what one step has that another has not."""
+        """Return this step with n times the difference between the steps `one` and `none` added."""
 
         def summed(own: Counter, with_one: Counter, without: Counter) -> Counter:
             return Counter({key: own[key] + n * (with_one[key] - without[key]) for key in own | with_one})
@@ -83,18 +85,18 @@ def record(
     """Record the first step of a run.
 
     Args:
-        checked: the run, with a save-list.
+        checked: the checked config of the run, with a save-list.
         world: number of processes.
         device: one of `forecast.device_specs.DEVICES`; None: a CPU.
-        rank: to record.
-        documents: for each micro-batch, [N] int32, the place at which each token's document begins; micro-steps take
-            them in turn. Without any, each sample is one document.
-        all_blocks: record every block and micro-step, also equal ones.
+        rank: the rank to record.
+        documents: for each micro-batch of N tokens, [N] int32: the index at which each token's document begins.
+            Micro-steps take them in turn. If empty, each sample is one document.
+        all_blocks: record every block and micro-step, even if they are equal.
     """
     n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
     by_matrix = any(group.rule in MATRIX_RULES for group in checked.optimizer.groups.values())
-    # Forward of a user's file may look for each of its blocks.
+    # The forward of a user's model may depend on all of its blocks.
     if all_blocks or checked.config.model.file or by_matrix:
         chosen = {*range(n_layers)}
 
@@ -111,7 +113,7 @@ def record(
 
 
 def _blocks_alike(checked: CheckedRun) -> list[list[int]]:
-    """Numbers of blocks that do the same."""
+    """Return lists of the numbers of blocks; the blocks of a list do the same work."""
     config, dims = checked.config, checked.dims
     assert checked.save_list is not None  # noqa: S101
     rules, kinds = checked.save_list.active(dims.n_layers), defaultdict[object, list[int]](list)

@@ -1,7 +1,7 @@
-"""Watch a step: every collective that it calls.
+"""Record every collective that a step calls.
 
-Operators of titanlite that have a group say themselves what they send (`kernels/operators.py`), or are watched as their
-definition runs; whatever they call inside counts as one.
+titanlite's operators with a process group declare what they send (`kernels/operators.py`), or are recorded while their
+definition runs. All collectives of one kind and size of group inside an operator are recorded as one.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 UNKNOWN = "not known: this machine has no Triton (pip install triton)"
-"""Why it is not known whether a collective and its matmul are one kernel."""
+"""The reason why it is not known whether a collective and its matmul are fused into one kernel."""
 
 
 class Recorded(NamedTuple):
@@ -40,10 +40,10 @@ class Recorded(NamedTuple):
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
     direction: str  # "forward", "backward", "recomputation" or "update"
-    module: str  # the caller, blocks as "layers.*"; "" outside of all modules
-    ranks: int
-    n_bytes: int  # that move in all; for an all-to-all and inside an operator, that this rank sends
-    operator: str = ""  # of titanlite, that the collective is part of
+    module: str  # name of the caller, with blocks as "layers.*"; "" outside of all modules
+    ranks: int  # number of ranks in the group
+    n_bytes: int  # bytes of the whole tensor; for an all-to-all, or inside an operator: bytes that this rank sends
+    operator: str = ""  # name of titanlite's operator that contains the collective; "": none
 
     @property
     def sent_bytes(self) -> int:
@@ -53,31 +53,32 @@ class Recorded(NamedTuple):
 
 
 class CollectiveMatmul(NamedTuple):
-    """A collective with a matmul that a step calls."""
+    """A collective combined with a matmul that a step calls."""
 
     kind: str  # "all_gather" or "reduce_scatter"
     direction: str  # as in `Recorded`
     module: str  # as in `Recorded`
-    obstacle: str | None  # why the two are not one kernel, or None
+    obstacle: str | None  # reason why the two are not fused into one kernel, or None
 
 
 class MicroStep(NamedTuple):
     """The work from the beginning of a micro-step's forward pass to the beginning of the next, or the step's end."""
 
     collectives: list[Recorded]  # in order
-    pairs: Counter[CollectiveMatmul]  # calls
+    pairs: Counter[CollectiveMatmul]  # number of calls of each
 
 
 class Recorder(TorchDispatchMode):
-    """Note every collective of a step, as the innermost mode.
+    """Records every collective of a step. It must be the innermost dispatch mode.
 
     Args:
-        device: that the model was built for.
-        model: to record. It keeps a hook, so it is of no further use.
+        device: the device that the model was built for.
+        model: the model to record. Do not use it afterwards: the recorder's hook is not removed.
 
     Attributes:
-        modules: knows which module is running; to be entered beside this mode.
-        work: what is done before any micro-step, then the work of each micro-step; the last one includes the update.
+        modules: a context manager that tracks the running module; enter it together with this mode.
+        work: the collectives before the first micro-step, then those of each micro-step. The last one includes the
+            update.
     """
 
     def __init__(self, device: Device, model: nn.Module) -> None:
@@ -88,7 +89,7 @@ class Recorder(TorchDispatchMode):
         model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what a call sends."""
+        """Run an operator, and record what it sends."""
         kwargs = kwargs or {}
         if self._phase == "forward" and _is_backward():
             self._phase = "backward"
@@ -153,7 +154,7 @@ class Recorder(TorchDispatchMode):
     def _direction(self) -> str:
         if not _is_backward():
             return "update" if self._phase == "backward" else self._phase
-        # torch's checkpointing collects again what was saved, by hooks.
+        # torch's checkpointing recomputes a forward under hooks for saved tensors.
         is_again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
         return "recomputation" if is_again else "backward"
 
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _RunningModule:
-    """Knows the module of a model whose forward is running, also when recomputed, and the one whose backward is."""
+    """Tracks the module whose forward is running, also in recomputation, and the module whose backward is running."""
 
     def __init__(self, model: nn.Module) -> None:
         self._backward = ModTracker()
@@ -174,7 +175,7 @@ class _RunningModule:
     def __enter__(self) -> None:
         self._backward.__enter__()
         begin = register_module_forward_pre_hook(self._begin)
-        # Also where forward is computed again and ends early, by an exception.
+        # `always_call`, because recomputation may end a forward early, by an exception.
         self._hooks = [begin, register_module_forward_hook(self._end, always_call=True)]
 
     def __exit__(self, *raised: Any) -> None:
@@ -184,16 +185,16 @@ class _RunningModule:
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         outer = self._forward[-1] if self._forward else ""
-        self._forward.append(self._names.get(module, outer))  # of one that forward itself has made
+        self._forward.append(self._names.get(module, outer))  # without a name if forward has made it
 
     def _end(self, *_: Any) -> None:
         self._forward.pop()
 
     def name(self, of_backward: bool) -> str:
-        """Return the running module's name, blocks as "layers.*"; "" outside of all modules."""
+        """Return the name of the module whose forward, or backward, runs, blocks as "layers.*"; "" outside of all."""
         if not of_backward:
             return self._forward[-1] if self._forward else ""
-        names = [name.partition(".")[2] for name in self._backward.parents]  # without the model's own
+        names = [name.partition(".")[2] for name in self._backward.parents]  # without the model's class
         return re.sub(r"\.\d+(?=\.|$)", ".*", max(names, key=len))
 
 
@@ -202,6 +203,6 @@ def _is_backward() -> bool:
 
 
 def _named_in(func: Any, args: Any) -> str | None:
-    """Return the group of an operator's call; None if it has none."""
+    """Return the name of the process group among an operator's arguments, or None."""
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index("group")] if "group" in names and names.index("group") < len(args) else None
