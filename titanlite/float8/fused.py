@@ -191,7 +191,7 @@ def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe
 
 @torch._dynamo.allow_in_graph  # Dynamo cannot trace a weight in float8
 class _Product(torch.autograd.Function):
-    """A matmul after an all-gather of tokens (`gathers`) or before a reduce-scatter; backward has the other collective."""
+    """A matmul after an all-gather (`gathers`), or before a reduce-scatter. Backward has the other collective."""
 
     @staticmethod
     def forward(

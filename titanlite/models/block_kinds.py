@@ -1,4 +1,4 @@
-"""Find blocks of a model that are alike, of which one can stand for all."""
+"""Find blocks of a model that do the same work, so that one of them can represent all."""
 
 import copy
 from collections.abc import Iterable
@@ -22,14 +22,14 @@ def kind_of(block: nn.Module) -> str:
 
 
 def with_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module:
-    """Return a shallow copy of a model with other blocks."""
+    """Return a shallow copy of a model with these blocks instead of its own."""
     other = copy.copy(model)
     other._modules = {**model._modules, "layers": nn.ModuleList(blocks)}
     return other
 
 
 def _described(value: object) -> str:
-    """Describe an attribute; one whose repr is its address, by its class and attributes."""
+    """Return the repr of an attribute's value; instead of an object's address, its class and attributes."""
     if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
         return f"{type(value).__qualname__} {id(type(value))} {vars(value)}"
     return repr(value)

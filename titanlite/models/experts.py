@@ -1,15 +1,15 @@
-"""A mixture of experts: a router sends each token to a few of many small feed-forwards, and weighs what they return.
+"""A mixture of experts: a router sends each token to a few of many small feed-forwards, whose results are weighted.
 
-What differs between published mixtures is data (`config/recipe_schema.py`, `Experts`): the router's score, how many
-experts a token has, whether their weights sum to 1, experts that all tokens share.
+Published mixtures differ only in data of the recipe (`config/recipe_schema.py`, `Experts`): the score of the router,
+the number of experts per token, whether their weights sum to 1, and experts that all tokens share.
 
-The weights of all experts are stacked by rows: FSDP splits the matrix evenly over any number of ranks, and its parts
-keep their identity, as in every projection.
+The weights of all experts are stacked by rows, so that FSDP splits the matrix evenly over any number of ranks. As in
+every projection, each part keeps its name and initialisation.
 
     w13  [E·2F, D]   of each expert in turn, w1 and w3 in blocks of 128 rows
     w2   [E·D, F]    of each expert in turn
 
-Axes: M tokens, D model width, E experts, K experts of a token, F inner width of one expert.
+Axes: M tokens, D model width, E experts, K experts per token, F inner width of one expert.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,18 @@ from titanlite.models.llama3 import FeedForward
 
 
 class Router(Projection):
-    """The logits of each token's experts, in float32 under every float8 recipe and compute dtype."""
+    """The projection of tokens to one logit per expert, in float32 under every float8 recipe and compute dtype."""
 
     def __init__(self, dim: int, n_experts: int, std: float) -> None:
         super().__init__(dim, {"router": n_experts}, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, E] float32."""
+        """Return the logits of all experts, [M, E] float32, for tokens [M, D]."""
         return router_logits(x, self.weight)
 
 
 class GroupedProjection(Projection):
-    """The weights of all experts of a layer; `groups` counts the groups of all experts together."""
+    """The stacked weights of all experts of a layer. `groups`: groups of rows as in `Projection`, of all experts."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, groups: int, n_experts: int, top_k: int, std: float
@@ -51,29 +51,29 @@ class GroupedProjection(Projection):
 
     @property
     def used_by_a_token(self) -> int:
-        """Count the weights that each token is multiplied by: its experts'."""
+        """Return the number of weights that a token is multiplied by: those of its `top_k` experts."""
         return self.weight.numel() // self.n_experts * self.top_k
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts, in the place of a feed-forward.
+    """A router and its experts, as a replacement for a feed-forward.
 
     Args:
-        dims: with `experts`.
-        std, residual_std: standard deviation of the initial weights; of those back to the residual stream.
+        dims: dimensions of the model, with a table `experts`.
+        std, residual_std: standard deviation of the initial weights; of those that write to the residual stream.
 
     """
 
-    bias: Tensor | None  # [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints
+    bias: Tensor | None  # [E], saved; added to scores only to choose experts; each step moves it towards equal use
     share: Tensor  # [], this micro-batch's share of the step's targets; the trainer writes it before each micro-batch
-    counts: Tensor  # [E] int64, counted tokens of each expert on this rank in training, since the start
-    sums: Tensor  # [4], of `count_routing`
+    counts: Tensor  # [E] int64, number of counted tokens that chose each expert on this rank since training started
+    sums: Tensor  # [4], sums to which `count_routing` adds
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float) -> None:
         super().__init__()
         self.compute: Callable[..., Tensor] = experts  # a float8 recipe replaces it
         self.group: Group | None = None  # the ranks that share a micro-batch's tokens; None: this rank has all
-        self.is_counted: Tensor | None = None  # [M] bool, of a micro-batch's tokens, from the trainer; None: all
+        self.is_counted: Tensor | None = None  # [M] bool, set by the trainer: tokens in statistics; None: all
         of = dims.experts
         if of is None:
             raise ValueError("MixtureOfExperts: dims.experts is None; want a recipe with a table [experts]")
@@ -90,12 +90,12 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("sums", torch.empty(4, dtype=torch.float64), persistent=False)
 
     def fill_buffers(self) -> None:
-        """Set all buffers to zero; a model's own `fill_buffers` calls it."""
+        """Set all buffers to zero. The `fill_buffers` of the model must call this."""
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Return the weighted results of each token's experts, summed with the shared experts' result: [M, D]."""
         of, logits = self.of, self.router(x)
         weights, choices = route(logits, self.bias, of.top_k, of.score, of.normalised, of.scale)
         if self.training and torch.is_grad_enabled():
@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def _trained(self, weights: Tensor, choices: Tensor, logits: Tensor) -> Tensor:
-        """Count the choices; return the weights, whose backward adds the gradients of the router's losses."""
+        """Count the choices of experts. Return the weights; their backward adds gradients of the router's losses."""
         is_counted = logits.new_ones(len(logits), dtype=torch.bool) if self.is_counted is None else self.is_counted
         losses = router_losses(logits, choices, is_counted, self.group)
         count_routing(choices, is_counted, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return (elements of a model's parameters, tied ones once; how many of them one token uses)."""
+    """Return (number of elements of a model's parameters, tied ones once; number of those that one token uses)."""
     n_elements = sum(parameter.numel() for parameter in model.parameters())
     of_experts = [module for module in model.modules() if isinstance(module, GroupedProjection)]
     return n_elements, n_elements - sum(layer.weight.numel() - layer.used_by_a_token for layer in of_experts)
@@ -127,5 +127,5 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def product_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of layers that multiply by a weight, except routers, in order of definition; for save-lists."""
+    """Return, for save-lists, the names of layers with a matmul, except routers, in order of definition."""
     return tuple(name for name, part in module.named_modules() if isinstance(part, (Linear, GroupedProjection)))

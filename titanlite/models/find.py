@@ -29,11 +29,11 @@ def model_class(model: Model) -> type[Any]:
     """Import the class of a config's model.
 
     Returns:
-        The class. It is made of (dimensions, seq_len), has `tok_embeddings`, `layers`, `norm`, `output`, `sharding` and
-        `fill_buffers`, and takes [M] int64 token ids to logits [M, V].
+        The class. It is called with (dimensions, seq_len), and has `tok_embeddings`, `layers`, `norm`, `output`,
+        `sharding` and `fill_buffers`. A model maps token ids [M] int64 to logits [M, V], V: size of the vocabulary.
 
     Raises:
-        ConfigError: the user's file cannot be imported, or has no such class, or several.
+        ConfigError: the user's file cannot be imported, or has no class of a model, or several.
     """
     if not model.file:
         known = ARCHITECTURES[model.name]
@@ -52,11 +52,11 @@ def model_class(model: Model) -> type[Any]:
 
 
 def imported(file: str, key: str = "model.file") -> ModuleType:
-    """Import a user's file once in a process, as it may register operators; raise ConfigError if that fails.
+    """Import a user's file, only once in a process, because it may register operators. Raise ConfigError if it fails.
 
     Args:
-        file: its path.
-        key: of the config, that names it: `model.file` or `optimizer.file`.
+        file: path of the file.
+        key: the config key that names the file: `model.file` or `optimizer.file`.
     """
     fix = f"run `python {file}` until it has nothing to say"
     with refused(file, "a Python file that can be imported", fix, key=key):
@@ -65,12 +65,12 @@ def imported(file: str, key: str = "model.file") -> ModuleType:
 
 @functools.cache
 def _module_of(path: str) -> ModuleType:
-    # A name of its own: the file may be called torch.py, and a file of rules may have the model file's name.
+    # A unique module name: the file may be called torch.py, and a file of rules may have the model file's name.
     name = f"titanlite_file_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
+    assert spec is not None  # noqa: S101  # `config/check.py` has checked that it is a Python file
     assert spec.loader is not None  # noqa: S101
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # for dataclasses and the compiler
     spec.loader.exec_module(module)
     return module
 
@@ -79,8 +79,8 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
     """Build the model of a config on the meta device.
 
     Raises:
-        ConfigError: see `model_class` and `require_trainable`; or the user's class raises. A user's model raises it
-            when called, too, if it returns no logits or would attend across documents.
+        ConfigError: see `model_class` and `require_trainable`; or the user's class raises an exception. A call of a
+            user's model raises it, too, if the model returns no logits or would attend across documents.
     """
     made_by = model_class(model)
     want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
@@ -92,7 +92,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         mixture.n_layers = len(mixtures)
     if model.file:
         require_trainable(made, model.file)
-        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
+        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan, too
         if "sequences" not in inspect.signature(made_by.forward).parameters:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
         if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
@@ -103,7 +103,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
 def _drop_sequences(
     file: str, made_by: type[nn.Module], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a model that takes tokens alone; refuse documents, which its attention would cross."""
+    """Drop `sequences` from the call of a model that takes only tokens; refuse documents, which it would mix."""
     sequences = kwargs.pop("sequences", None)
     if sequences is not None and sequences.starts is not None:
         saw = "takes no `sequences`, and samples hold several documents"
@@ -118,7 +118,7 @@ def _drop_sequences(
 
 
 def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:
-    """Raise if a model returns anything but logits with a gradient."""
+    """Raise ConfigError if a model returns anything but logits with a gradient; a forward hook."""
     if isinstance(returned, Tensor) and returned.ndim == 2:
         if returned.requires_grad or not torch.is_grad_enabled():
             return
@@ -133,6 +133,6 @@ def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: ob
 
 
 def _require_call(file: str, x: Tensor) -> NoReturn:
-    """Refuse `fork` of the last norm: only a call of the module makes FSDP gather its weight, with the head's."""
+    """Refuse `fork` of the last norm: FSDP gathers the norm's weight, with the head's, only if the module is called."""
     want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
     raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))

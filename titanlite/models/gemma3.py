@@ -1,7 +1,7 @@
 """Gemma 3, text only: norms before and after each sublayer, GeGLU, tied embeddings that are scaled by sqrt(D), and
-layers that attend to a window of tokens with one of all tokens between them.
+layers that attend to a window of tokens, with layers that attend to all tokens between them.
 
-Axes as in `llama3.py`. A norm's weight is the factor itself; published checkpoints hold it less one.
+Axes as in `llama3.py`. A norm's weight is the factor itself; published checkpoints store the factor minus 1.
 
 Source: Gemma Team 2025, "Gemma 3 Technical Report", section 2.
 """
@@ -23,12 +23,12 @@ class GegluFeedForward(llama3.FeedForward):
     """GeGLU feed-forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the feed-forward to x [M, D] → [M, D]."""
         return self.w2(geglu(self.w13(x)))
 
 
 class Gemma3Block(nn.Module):
-    """One transformer block, with a norm before and after each sublayer; its attention sees `window` tokens, 0: all."""
+    """A transformer block with a norm before and after each sublayer. A token attends to `window` tokens; 0: all."""
 
     def __init__(self, dims: ModelDims, window: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Gemma3Block(nn.Module):
         self.post_ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the block to x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
         normed, x = self.attention_norm.fork(x)
         attended = self.post_attention_norm(self.attention(normed, cos, sin, sequences))
         normed, h = self.ffn_norm.add(attended, x)
@@ -48,7 +48,7 @@ class Gemma3Block(nn.Module):
 
 
 class Gemma3(llama3.Llama3):
-    """Llama's model with these blocks, and a rotary table of its own for layers with a window."""
+    """Llama's model with `Gemma3Block`s, and a second rotary table for layers with a window."""
 
     def __init__(self, dims: ModelDims, seq_len: int) -> None:
         super().__init__(dims, seq_len)

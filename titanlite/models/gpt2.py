@@ -1,6 +1,7 @@
 """GPT-2: learned positions, LayerNorm, biases, and a GELU feed-forward; no dropout.
 
-Axes as in `llama3.py`, K = H. The bias of a projection back to the residual stream is added once partial sums are.
+Axes as in `llama3.py`, with K = H. The bias of a projection that writes to the residual stream is added after the
+partial sums of tensor-parallel ranks are summed.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 """
@@ -20,7 +21,10 @@ POSITION_STD = 0.01
 
 
 class GPT2Attention(nn.Module):
-    """Causal attention with biases, grouped if the recipe says so. `residual_std`: of the initial weights of `wo`."""
+    """Causal attention with biases, grouped-query if the recipe has fewer key/value heads than query heads.
+
+    `residual_std` is the standard deviation of the initial weights of `wo`.
+    """
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
@@ -32,13 +36,13 @@ class GPT2Attention(nn.Module):
         self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std, bias=True)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Attend within the sequences, x [M, D] → [M, D]."""
         q, k, v = heads(self.wqkv(x), self.queries_per_kv, self.head_dim)
         return self.wo(self.attend(q.flatten(1, 2), k.squeeze(2), v.squeeze(2), sequences).flatten(1))
 
 
 class GeluFeedForward(nn.Module):
-    """GELU feed-forward, in the tanh form. `residual_std`: of the initial weights of `w2`."""
+    """Feed-forward with tanh GELU. `residual_std`: standard deviation of the initial weights of `w2`."""
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
@@ -46,7 +50,7 @@ class GeluFeedForward(nn.Module):
         self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the feed-forward to x [M, D] → [M, D]."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
@@ -62,13 +66,13 @@ class GPT2Block(nn.Module):
         self.feed_forward = GeluFeedForward(dims, residual_std)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the block to x [M, D] → [M, D]."""
         h = x + self.attention(self.attention_norm(x), sequences)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class GPT2(nn.Module):
-    """The whole model, made as `Llama3` is. Under tensor parallelism each rank holds all positions."""
+    """The GPT-2 model; arguments as in `Llama3`. Tensor-parallel ranks each hold the embeddings of all positions."""
 
     sharding: ClassVar[Mapping[str, str]] = {
         "tok_embeddings.weight": "tp:0",

@@ -1,6 +1,6 @@
-"""Convert weights of the shipped architectures to and from Hugging Face's layout, one of our parameters at a time.
+"""Convert weights of the shipped architectures to and from Hugging Face's layout, one titanlite parameter at a time.
 
-`config/architectures.py` has their names.
+`config/architectures.py` has the names of Hugging Face's weights.
 """
 
 import re
@@ -15,13 +15,13 @@ from titanlite.models.layers import Projection
 
 
 def their_weights(layout: Architecture, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Split one of our parameters into Hugging Face's: name → contiguous tensor of the same dtype.
+    """Split a titanlite parameter into Hugging Face's: name → contiguous tensor of the same dtype.
 
     Args:
-        layout: of the architecture.
-        model: ours; its weights are not read.
-        name: of the parameter.
-        weight: the whole parameter.
+        layout: Hugging Face's layout of the architecture.
+        model: titanlite's model; its weights are not read.
+        name: name of the parameter in the model.
+        weight: the whole parameter, not a shard.
     """
     layer, places = _places(layout, model, name)
     if not isinstance(layer, Projection):
@@ -39,13 +39,13 @@ def their_weights(layout: Architecture, model: nn.Module, name: str, weight: Ten
 
 
 def our_weight(layout: Architecture, model: nn.Module, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Fuse one of our parameters, in the dtype of what is read: the inverse of `their_weights`.
+    """Make a titanlite parameter of Hugging Face's tensors, in their dtype: the inverse of `their_weights`.
 
     Args:
-        layout: of the architecture.
-        model: ours; its weights are not read.
-        name: of the parameter.
-        read: returns Hugging Face's tensor of a name.
+        layout: Hugging Face's layout of the architecture.
+        model: titanlite's model; its weights are not read.
+        name: name of the parameter in the model.
+        read: a function that returns Hugging Face's tensor of a name.
     """
     layer, places = _places(layout, model, name)
     if not isinstance(layer, Projection):
@@ -64,7 +64,7 @@ def our_weight(layout: Architecture, model: nn.Module, name: str, read: Callable
 
 
 def _places(layout: Architecture, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
-    """Return a parameter's layer, and Hugging Face's name of each part, "" if it has none; an expert's number is *."""
+    """Return a parameter's layer, and part → Hugging Face's name, with * for an expert's number. Without parts: ""."""
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
     ours = (
@@ -85,5 +85,5 @@ def _turned(layout: Architecture, theirs: str, weight: Tensor) -> Tensor:
 
 
 def _offset(layout: Architecture, weight: Tensor) -> float:
-    """Return what a norm adds to its weight there; 0 for embeddings."""
+    """Return the constant that Hugging Face's norms add to their weight; 0 for embeddings."""
     return layout.norm_offset if weight.ndim == 1 else 0.0

@@ -1,7 +1,7 @@
-"""The layers that models are built from: plain, single-device, and unaware of how they will be split.
+"""The layers that models are built from: plain, single-device, without code for the ways in which they can be split.
 
-A projection holds the weights that share its input as one fused matrix, so that one gather feeds one matmul. Its parts
-keep their identity: each is initialised, exported and named by itself (`wq`, `wk`, `wv` of `wqkv`).
+A projection fuses the weights that share an input into one matrix, so that one all-gather feeds one matmul. Each part
+still has its own name, initialisation and export (`wq`, `wk`, `wv` of `wqkv`).
 
     fused rows of wqkv, H = 4 query heads, K = 2 key/value heads:   q0 q1 k0 v0 | q2 q3 k1 v1      (2 groups)
     fused rows of w13, in blocks of 128:                            w1 w3 | w1 w3 | …            (F/128 groups)
@@ -29,23 +29,23 @@ from titanlite.kernels.rms_norm import fork_rms_norm, rms_norm
 
 
 def runs_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module's forward is that of a class, replaced neither by a subclass nor on the object."""
+    """Return whether a module runs the forward of the class `kind`: neither a subclass nor the object replaces it."""
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
 class Projection(nn.Module):
-    """One weight, or several fused by rows, without the arithmetic.
+    """A base class that holds one weight, or several fused by rows, and has no forward.
 
     Args:
-        in_features: K.
+        in_features: K, the width of the input.
         parts: rows of each part within one group, in order; one part for a plain layer.
-        groups: how often the pattern of parts repeats. N = groups · Σ parts.
+        groups: how often the pattern of parts repeats. The width of the output is N = groups · Σ parts.
         std: standard deviation of the initial weights.
-        bias: add a learned one to each output feature.
+        bias: whether a learned bias is added to each output feature.
 
     Attributes:
         weight: [N, K].
-        bias: [N], with rows as those of the weight, or None.
+        bias: [N], in the order of the weight's rows, or None.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class Projection(nn.Module):
 
     @property
     def used_by_a_token(self) -> int:
-        """Count the weights that each token is multiplied by."""
+        """Return the number of weights that a token is multiplied by."""
         return self.weight.numel()
 
     def fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Interleave the separate weights, [groups · rows, K] each, to one [N, K]; or biases, without K."""
+        """Interleave separate weights, [groups · rows, K] each, into one [N, K]; or biases [groups · rows] into [N]."""
         return torch.cat([parts[name].unflatten(0, (self.groups, -1)) for name in self.parts], dim=1).flatten(0, 1)
 
     def split(self, weight: Tensor) -> dict[str, Tensor]:
-        """The inverse of `fuse`."""
+        """Split a fused weight [N, K], or bias [N], into its parts by name: the inverse of `fuse`."""
         pieces = weight.unflatten(0, (self.groups, -1)).split(list(self.parts.values()), dim=1)
         return {name: piece.flatten(0, 1) for name, piece in zip(self.parts, pieces, strict=True)}
 
 
 class Linear(Projection):
-    """`x @ weight.T`; arguments as of `Projection`.
+    """A linear layer, `x @ weight.T + bias`; arguments as in `Projection`.
 
     Attributes:
         matmul: the arithmetic; a float8 recipe replaces it.
@@ -85,29 +85,30 @@ class Linear(Projection):
         self.matmul: Matmul = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, K] → [M, N]."""
+        """Return `x @ weight.T + bias` [M, N] for x [M, K]."""
         return add_bias(linear(x, self.weight, matmul=self.matmul), self.bias)
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias to each row of `y` [M, N], if there is one; after a matmul's partial sums are summed over ranks."""
+    """Add the bias, if any, to each row of `y` [M, N]. Call this after partial sums are summed over ranks."""
     return y if bias is None else y + bias
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences that M packed tokens form; tokens attend within their sequence.
+    """The sequences that this rank's M packed tokens form. Each token attends within its sequence.
 
-    With context parallelism a rank has M of its group's N tokens, in order; keys and values are those of all N.
+    With context parallelism the rank has M of the N tokens of a group of ranks, in order, and attends to keys and
+    values of all N. Without it, N = M.
 
     Attributes:
-        longest: tokens of a sample (S), which divides M, or N.
-        starts: [M] int32, where each token's document begins among the M, or N, tokens; the first token of a sample
-            begins one. None: each sample is one document.
-        bounds: document bounds, given with `starts`: under 0; with context parallelism by the window of a layer (0:
-            none), of this rank's pieces and the tokens that they see.
-        places: [M] int32, with context parallelism, and with `starts`: each token's place among the N.
-        exchanges: the exchange of keys by the window of a layer.
+        longest: S, the number of tokens in a sample; N is a multiple of S.
+        starts: [M] int32, for each token the index, among the N, of the first token of its document. The first token of
+            a sample begins a document. None: each sample is one document.
+        bounds: document bounds by window of attention, given with `starts`. Without context parallelism the only key is
+            0. With it, key 0 is for layers without a window, and bounds are for this rank's pieces of the sequence.
+        places: [M] int32, given with context parallelism and `starts`: the index of each token among the N.
+        exchanges: with context parallelism, the exchange of keys and values by window of attention.
         group: name of the process group that has the N tokens; "" without context parallelism.
     """
 
@@ -119,7 +120,7 @@ class Sequences:
     group: str = ""
 
     def rows(self, x: Tensor) -> Tensor:
-        """View [M, …] as [B, S, …]; raise ConfigError if samples hold several documents, which rows would join."""
+        """View x [M, …] as B samples [B, S, …]; raise ConfigError if samples have several documents or are split."""
         if self.starts is not None:
             want = "samples that are one document each: attention within rows crosses documents"
             fix = "self.attend(q, k, v, sequences) of [M, heads, E], as in titanlite/models/llama3.py"
@@ -137,14 +138,14 @@ class Sequences:
         return places % self.longest if self.starts is None else places - self.starts
 
     def begin(self, table: Tensor) -> Tensor:
-        """Index a table [positions, …] by the tokens' positions: [M, …], or [S, …] if each sample is one document, so
-        that token m has row m modulo S. Call it once for all blocks."""
+        """Return the entries of a table [positions, …] for the tokens, [M, …]; or [S, …] if each sample is one document
+        and token m uses entry m modulo S. Call it once for all blocks."""
         if self.starts is not None:
             return table[self.positions(self.starts)]
         return table if self.longest == len(table) else table[: self.longest]
 
 
-# So that a search for tensors among a block's arguments finds these.
+# Lets functions of pytree find these tensors among the arguments of a block.
 pytree.register_pytree_node(
     Sequences,
     lambda given: (
@@ -156,16 +157,16 @@ pytree.register_pytree_node(
 
 
 class CausalAttention(nn.Module):
-    """Causal attention to `window` tokens, itself included, 0: all; a module without weights, so that it has a name."""
+    """Causal attention of a token to the last `window` tokens, with itself; 0: all. A module, so that it has a name."""
 
     def __init__(self, window: int = 0) -> None:
         super().__init__()
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """Attend within each sequence, [M, H, E] and [M, K, E] each to [M, H, E]; H is a multiple of K.
+        """Attend within each sequence: q [M, H, E], k and v [M, K, E] → [M, H, E]. H is a multiple of K.
 
-        Without `sequences` they are [B, H, S, E] and [B, K, S, E], and each row of S is one document.
+        Without `sequences`: q [B, H, S, E], k and v [B, K, S, E] → [B, H, S, E], and each of B samples is one document.
         """
         if sequences is None:
             S = q.shape[2]
@@ -184,12 +185,12 @@ class CausalAttention(nn.Module):
         return _attend_in_rows(*(sequences.rows(x).transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(0, 1)
 
     def window_in(self, longest: int) -> int:
-        """Return the window, or 0 if it holds all tokens of a sample."""
+        """Return the window, or 0 if it covers all tokens of a sample of `longest` tokens."""
         return self.window if self.window < longest else 0
 
 
 def _attend_in_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[B, H, S, E], by a kernel that torch chooses; `training/attention.py` says in which order."""
+    """Attend with q [B, H, S, E], by a kernel that torch chooses in the order that `training/attention.py` sets."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 
@@ -206,11 +207,11 @@ class RMSNorm(nn.Module):
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Normalise and scale each row of x [M, D] → [M, D]."""
         return rms_norm(x, self.scale(), self.eps)
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `self(x), x`, [M, D] each, whose gradients are added in one pass; hooks of the module do not run."""
+        """Return `(self(x), x)`, [M, D] each. Backward adds both gradients in one pass. Hooks of the norm do not run."""
         if type(self).forward is not RMSNorm.forward:  # a user's class that computes something else
             return self(x), x
         return fork_rms_norm(x, self.scale(), self.eps)
@@ -230,7 +231,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Normalise, scale and shift each row of x [M, D] → [M, D]."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -250,7 +251,7 @@ class QKNormAttention(nn.Module):
         self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Attend within the sequences, x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
         scales = self.q_norm.scale(), self.k_norm.scale()
         heads = norm_rope(self.wqkv(x), *scales, cos, sin, self.queries_per_kv, self.q_norm.eps)
         return self.wo(self.attend(*heads, sequences).flatten(1))
@@ -265,5 +266,5 @@ class Embedding(nn.Module):
         self.std = std
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[M] int64 → [M, D]."""
+        """Look up token ids [M] int64 → [M, D]."""
         return F.embedding(tokens, self.weight)

@@ -3,9 +3,9 @@
 Axes: M tokens of all sequences packed, S sequence length, D model width, F ffn width, H query heads, K key/value heads,
 R = H/K query heads per key/value head, E head width, V vocabulary. Activations between modules are [M, D].
 
-The file knows nothing of parallelism, float8 or checkpointing, except five annotations of a tensor-parallel layout
-(`Llama3.sharding`; `titanlite/sharding` derives the rest). Head counts are read off the projections' widths, so that a
-rank that holds a part of the heads runs the same code.
+The file has no code for parallelism, float8 or checkpointing, except five annotations of a tensor-parallel layout
+(`Llama3.sharding`; `titanlite/sharding` derives the rest). Head counts are derived from the widths of projections, so
+that a rank that holds a part of the heads runs the same code.
 
 Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.2.
 """
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.wo = Linear(dims.dim, {"wo": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Attend within the sequences, x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
         heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)
         return self.wo(self.attend(*heads, sequences).flatten(1))
 
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
         self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the feed-forward to x [M, D] → [M, D]."""
         return self.w2(swiglu(self.w13(x)))
 
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        # Two sublayers a block add to the residual stream; this keeps its variance at the end independent of depth.
+        # Two sublayers per block add to the residual stream. This std makes its final variance independent of depth.
         residual_std = INIT_STD / (2 * dims.n_layers) ** 0.5
         self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.attention = Attention(dims, residual_std)
@@ -67,22 +67,23 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the block to x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
         normed, x = self.attention_norm.fork(x)
         normed, h = self.ffn_norm.add(self.attention(normed, cos, sin, sequences), x)
         return h + self.feed_forward(normed)
 
 
 class Llama3(nn.Module):
-    """The whole model.
+    """The Llama 3 model.
 
     Args:
-        dims: its dimensions.
+        dims: dimensions of the model.
         seq_len: S; every sequence has this length.
 
     Attributes:
-        block: the class of its layers.
-        sharding: weights are split by rows (heads, features, vocabulary), and activations between layers by tokens.
+        block: the class of the model's blocks.
+        sharding: layout under tensor parallelism: weights are split by rows (heads, features, vocabulary), and
+            activations between layers by tokens.
     """
 
     block: ClassVar[type[nn.Module]] = Block
@@ -107,7 +108,7 @@ class Llama3(nn.Module):
         self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
 
     def make_blocks(self, dims: ModelDims) -> Iterable[nn.Module]:
-        """Make the layers, in order."""
+        """Make the model's blocks, in order."""
         return (self.block(dims) for _ in range(dims.n_layers))
 
     def fill_buffers(self) -> None:
@@ -121,7 +122,7 @@ class Llama3(nn.Module):
 
         Args:
             tokens: [M] int64.
-            sequences: the sequences that the tokens form; None: each S tokens are one.
+            sequences: the sequences that the tokens form; None: every S tokens form one.
 
         Returns:
             Logits [M, V] in the compute dtype.

@@ -1,7 +1,7 @@
-"""The matrices that Muon orthogonalises: each part of a fused weight by itself, and of each expert.
+"""The matrices that Muon orthogonalises: each part of a fused weight, and each part of each expert, by itself.
 
-`wqkv` has `wq`, `wk` and `wv`; `w13` has `w1` and `w3`. The queries of all heads are one matrix, as in programs with a
-separate `q_proj`, so the update does not depend on how heads share keys.
+`wqkv` consists of `wq`, `wk` and `wv`; `w13` of `w1` and `w3`. The queries of all heads are one matrix, as in programs
+with a separate `q_proj`, so the update does not depend on how heads share keys.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from titanlite.models.layers import Projection
 class Matrix:
     """One matrix: some rows of a parameter, all columns."""
 
-    parameter: str  # its name
-    part: str  # of its layer, as "wq"; of an expert with its number, as "w1 3"
-    rows: Tensor  # [R] int64, increasing, of the whole parameter
-    columns: int  # C
+    parameter: str  # name of the parameter
+    part: str  # name of the part of the layer, such as "wq"; of an expert with its number, such as "w1 3"
+    rows: Tensor  # [R] int64, increasing indices of rows of the whole parameter
+    columns: int  # C, number of columns
 
     @property
     def shape(self) -> tuple[int, int]:
-        """R and C."""
+        """Shape (R, C) of the matrix."""
         return len(self.rows), self.columns
 
 

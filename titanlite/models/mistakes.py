@@ -1,4 +1,4 @@
-"""Report an exception out of a user's own file as one message: its line, the exception, and what was called."""
+"""Report an exception raised in a user's own file as one message: the line, the exception, and the called function."""
 
 import inspect
 import os
@@ -14,7 +14,7 @@ from torch import nn
 
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 
-# An exception out of these, below the user's last line, is not the user's mistake.
+# An exception raised in one of these folders, in a call from the user's last line, is not the user's mistake.
 _NOT_THEIRS = ("/torch/distributed/", "/torch/_inductor/", "/titanlite/parallel/")
 OF_THE_MACHINE = (dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError))
 
@@ -28,15 +28,16 @@ def refused(
     kind: type[ConfigError] = ConfigError,
     key: str = "model.file",
 ) -> Generator[None]:
-    """Raise ConfigError for an exception out of a user's file; TitanliteError and the machine's errors pass.
+    """Turn an exception within the context into a ConfigError about a user's file; but let TitanliteError and
+    `OF_THE_MACHINE` pass.
 
     Args:
-        file: the user's; "": there is none, and every exception passes.
-        want: what was called, and what it should do.
+        file: path of the user's file; "": there is none, and every exception passes.
+        want: the function that is called, and what it should do.
         fix: the change that makes it do so.
-        called: the function that was called.
-        kind: of the error.
-        key: of the config, that names the file: shown if no line or function of the file is at fault.
+        called: the function that is called.
+        kind: class of the error to raise.
+        key: the config key that names the file; shown if no line or function of the file is at fault.
     """
     try:
         yield
@@ -49,12 +50,12 @@ def refused(
 
 
 def is_own(model: nn.Module) -> bool:
-    """Return whether a model's class is from a user's file."""
+    """Return whether a model's class is defined in a user's file."""
     return not type(model).__module__.startswith("titanlite.")
 
 
 def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> AbstractContextManager[None]:
-    """Refuse a user's model that does not run on the meta device, on which memory and plan are computed."""
+    """Within the context, raise `kind` if a user's model does not run on the meta device, which the plan uses."""
     called, file = type(model), inspect.getfile(type(model)) if is_own(model) else ""
     want = f"{called.__name__}.forward(tokens) to run, also on tensors without values (the meta device)"
     fix = "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses"
@@ -62,7 +63,7 @@ def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> 
 
 
 def looks_at_values(error: BaseException) -> bool:
-    """Return whether torch raised an exception because a meta tensor has no values, or an operator no meta kernel."""
+    """Return whether torch raised `error` because a meta tensor has no values, or an operator has no meta kernel."""
     is_torchs = isinstance(error, RuntimeError | TypeError)
     return is_torchs and re.search(r"\bmeta\b|Tensor\.__format__", str(error), re.IGNORECASE) is not None
 
@@ -75,15 +76,15 @@ def mistake(
     called: Callable[..., Any] | None = None,
     key: str = "model.file",
 ) -> Problem:
-    """Return the problem of an exception, with the innermost line of a user's file, by its absolute path.
+    """Return a `Problem` for an exception, with the innermost running line of the user's file at the absolute path.
 
-    If no line of it was running, `called` is at fault; if there is no such function either, `key` is shown.
+    If no line of the file was running, the problem names the function `called`; without `called`, the config key `key`.
     """
     text = next((line for line in str(error).splitlines() if line), "")
     saw = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename == file:
         return Problem((error.text or "").strip(), saw, want, fix, error.lineno)
-    # The compiler keeps the frames that it was tracing apart.
+    # torch's compiler keeps the frames that it was tracing in a separate attribute.
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     own = [frame for frame in frames if frame.filename == file]
     if own:
@@ -92,18 +93,18 @@ def mistake(
 
 
 def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Problem:
-    """Return `mistake` of a model file with file and line in `where`, for a message that is not about the file."""
+    """Return `mistake` for a model file, with file and line in `where`, for a message that is not about the file."""
     why = mistake(error, os.path.abspath(file), want, fix)
     return why if why.line is None else why._replace(where=f"line {why.line} of {file}, {why.where}", line=None)
 
 
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:
-    """Return the problem of a function or class, with its line if it is in the user's file."""
+    """Return a `Problem` that names a function or class, with its line if the user's file defines it."""
     return Problem(function.__qualname__, saw, want, fix, line_of(function, file))
 
 
 def line_of(function: Callable[..., Any], file: str) -> int | None:
-    """Return the line of a function or class of a user's file; None of others, and without source, as by `type`."""
+    """Return the line at which a user's file defines a function or class; None if it is elsewhere or has no source."""
     if getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file):
         with suppress(OSError, TypeError):
             return inspect.getsourcelines(function)[1]
@@ -111,9 +112,9 @@ def line_of(function: Callable[..., Any], file: str) -> int | None:
 
 
 def blamed(error: BaseException, file: str, log: object, want: str) -> ConfigError | None:
-    """Return the ConfigError for an exception out of a user's file in training; None if the file is not at fault.
+    """Return the ConfigError for an exception in training that is the fault of a user's file, else None.
 
-    `file` is its absolute path, `log` has the whole traceback, `want` is as of `Problem`.
+    `file` is the absolute path of the file. `log` names the log with the whole traceback. `want` is as in `Problem`.
     """
     if not isinstance(error, Exception) or isinstance(error, (TitanliteError, *OF_THE_MACHINE)):
         return None

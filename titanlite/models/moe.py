@@ -28,7 +28,7 @@ class WideNormAttention(llama3.Attention):
         self.k_norm = RMSNorm(dims.n_kv_heads * dims.head_width, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Attend within the sequences, x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
         E = 2 * cos.shape[1]
         q, k, v = heads(self.wqkv(x), self.queries_per_kv, E)
         q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
@@ -37,39 +37,39 @@ class WideNormAttention(llama3.Attention):
 
 
 class MixtralBlock(nn.Module):
-    """One transformer block."""
+    """A transformer block with a mixture of experts."""
 
     attention_of: ClassVar[Callable[[ModelDims, float], nn.Module]] = llama3.Attention
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as Llama's
+        residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as in `llama3.Block`
         self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.attention = type(self).attention_of(dims, residual_std)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """[M, D] → [M, D]."""
+        """Apply the block to x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
         normed, x = self.attention_norm.fork(x)
         normed, h = self.ffn_norm.add(self.attention(normed, cos, sin, sequences), x)
         return h + self.experts(normed)
 
 
 class Qwen3MoEBlock(MixtralBlock):
-    """The block with queries and keys normalised head by head."""
+    """Mixtral's block with queries and keys that are normalised head by head."""
 
     attention_of = staticmethod(lambda dims, residual_std: QKNormAttention(dims, llama3.INIT_STD, residual_std))
 
 
 class OLMoEBlock(MixtralBlock):
-    """The block with queries and keys normalised over all heads."""
+    """Mixtral's block with queries and keys that are normalised over all heads."""
 
     attention_of = WideNormAttention
 
 
 class Mixtral(llama3.Llama3):
-    """Llama's model with these blocks. Tensor parallelism does not split experts: each rank sends them its tokens."""
+    """Llama's model with `MixtralBlock`s. Tensor parallelism does not split experts: each rank sends them its tokens."""
 
     block: ClassVar[type[nn.Module]] = MixtralBlock
     sharding: Mapping[str, str] = {

@@ -1,8 +1,8 @@
-"""Check what no exception says about a user's own model: its parts, and where its weights are.
+"""Check a user's own model for mistakes that raise no exception: missing modules, and weights in wrong places.
 
-Weights are in layers of `layers.py`, which have initial values and tensor-parallel versions, each under one name, by
-which FSDP and the sharding plan find it. All other tensors are buffers, which `fill_buffers` computes. A tensor
-elsewhere remains on the meta device, and the first step that uses it fails.
+Weights must be in layers of `layers.py`, which have initial values and tensor-parallel versions. Each weight must have
+one name, by which FSDP and the sharding plan find it. All other tensors must be buffers, which `fill_buffers` computes.
+Any other tensor remains on the meta device, and the first step that uses it fails.
 """
 
 import inspect
@@ -24,9 +24,8 @@ _PARTS = {"tok_embeddings": nn.Module, "layers": nn.ModuleList, "norm": nn.Modul
 
 
 def require_trainable(made: nn.Module, file: str) -> None:
-    """Raise ConfigError if a model on the meta device lacks a module that a run needs, or cannot be trained right.
-
-    All problems are in the message; blocks with the same problem are named once.
+    """Raise ConfigError if a model on the meta device lacks a module that a run needs, or could not be trained
+    correctly. The message lists all problems, a problem of several blocks only once.
     """
     want, fix = "fill_buffers() to compute the buffers", "def fill_buffers(self) -> None"
     kind: Any = type(made)
@@ -40,7 +39,7 @@ def require_trainable(made: nn.Module, file: str) -> None:
 
 
 def require_whole(shape: Sequence[int], want: list[int], model: nn.Module, said: Model) -> None:
-    """Raise ConfigError if a model's logits are not [M, V]: the loss would take missing ids for other ranks'."""
+    """Raise ConfigError unless a model's logits are [M, V]: the loss would assume missing ids to be on other ranks."""
     if list(shape) != want:
         saw = f"logits of shape {list(shape)}"
         problem = of_function(type(model).forward, said.file, saw, f"{want}: [M, V]", "return all of them")
@@ -59,7 +58,7 @@ def _missing(made: nn.Module) -> Iterator[Problem]:
 
 
 def _shared(made: nn.Module) -> Iterator[Problem]:
-    """Find weights with several names, except a tied head's."""
+    """Yield a problem for each weight that has several names, except that of a tied head."""
     places: dict[nn.Parameter, list[str]] = {}
     for name, weight in made.named_parameters(remove_duplicate=False):
         places.setdefault(weight, []).append(name)
@@ -83,7 +82,7 @@ def _in_no_layer(made: nn.Module) -> Iterator[Problem]:
 
 
 def _drawn_alike(made: nn.Module) -> Iterator[Problem]:
-    """Find linear layers that would begin with equal weights."""
+    """Yield a problem for each linear layer that would start with the same weights as another one."""
     drawn: dict[str, str] = {}
     for name, layer in made.named_modules():
         for part in layer.parts if isinstance(layer, Projection) else ():

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama's decoder with an RMSNorm over each head's queries and keys, and heads of a width of their own.
+"""Qwen3, dense: Llama's decoder with an RMSNorm over each head's queries and keys, and heads of any width.
 
 Axes as in `llama3.py`; H·E need not be D.
 
@@ -15,7 +15,7 @@ from titanlite.models.layers import QKNormAttention
 
 
 class Block(llama3.Block):
-    """Llama's block with another attention."""
+    """Llama's block with `QKNormAttention`."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__(dims)
@@ -23,6 +23,6 @@ class Block(llama3.Block):
 
 
 class Qwen3(llama3.Llama3):
-    """Llama's model with these blocks."""
+    """Llama's model with Qwen3's blocks."""
 
     block: ClassVar[type[nn.Module]] = Block
