@@ -75,7 +75,7 @@ class Background:
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def written(self) -> Path | None:
-        """Return the checkpoint that was completed since the last call of this method or of `wait`, or None."""
+        """Return the folder of a checkpoint completed since the last call of this method or of `wait`, or None."""
         if self._writing is None or not self._writing.done() or self.has_failed:
             return None
         return self.wait()

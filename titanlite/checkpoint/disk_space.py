@@ -19,7 +19,7 @@ _FILES = THREADS + 3  # the least inodes of a checkpoint: files of tensors, stat
 
 
 def lack_of_disk_space(root: Path, config: Config, each: int) -> str | None:
-    """Return a warning if the disk has no room for all checkpoints that a run keeps at a time, of `each` bytes."""
+    """Return a warning if the disk lacks room for the checkpoints that the run will keep, of `each` bytes each."""
     steps, last = complete_steps(root), last_step(config)
     newest, interval = max(steps, default=0), config.checkpoint.interval
     to_come = math.ceil(last / interval) - newest // interval  # one at each multiple, one at the end

@@ -57,8 +57,8 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as the new folder `out`, with weights of `dtype`, such as "bfloat16".
 
-    First it is made sure that the folder can be written; then the checkpoint is verified. With `averaged` the moving
-    average in the checkpoint is written instead of the weights. `say` is called with each message of progress.
+    The checkpoint is verified after a check that the folder can be written. With `averaged` the moving average of the
+    weights in the checkpoint is written instead of the weights. `say` is called with each message of progress.
 
     Raises:
         CheckpointError: the folder cannot be written or has too little room; the checkpoint is damaged or has another
@@ -156,7 +156,7 @@ def _find_weights(
     require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")
     found = {key: (saved[of[0][0]], of[0][1]) for key, of in places.items()}
     shapes = {key: str(content.get_slice(name).get_shape()) for key, (content, name) in found.items()}
-    # The head is not None if the model ties it to the embedding, but the folder has it as well.
+    # `head` is the shape of a head that the folder has although the model ties it to the embedding, else None.
     head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)
     wanted = {
         key: str([*weight.shape])
@@ -267,7 +267,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         whole.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         content = whole.to_str(pretty=True)
         kind["eos_token"] = f"<0x{tokenizer.separator_id:02X}>"
-    (folder / "tokenizer.json").write_text(content, encoding="utf-8")  # the library's own writer hides OSErrors
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")  # the writer of tokenizers hides OSErrors
     # With another class, or without these keys, transformers would rebuild the tokenizer instead of using the file.
     adds = {"add_bos_token": tokenizer.bos_id is not None, "add_eos_token": False}
     before = json.loads(content)["pre_tokenizer"] or {}

@@ -99,8 +99,8 @@ def other_text(
 ) -> str | None:
     """Return a warning if a run resumes with other text or another tokenizer than the checkpoint was trained with.
 
-    `corpora` has the fingerprint of each source's tokens, and `tokenizer` is one, too; "" if not known. For a source
-    without a fingerprint, `inputs`, the hashes of its files, are compared.
+    `corpora` has the fingerprint of each source's tokens, `tokenizer` is that of the tokenizer; "" if not known. For a
+    source without a fingerprint, the hash of its files in `inputs` is compared.
 
     Raises:
         CheckpointError: with `strict`, if the tokenizer differs: the weights were trained on the meaning of its ids.

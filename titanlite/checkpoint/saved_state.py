@@ -44,7 +44,7 @@ class SavedState:
         inputs: hash of the files that these tokens are made of, by the name of the source.
         training: settings of the config's `[training]` that must not change on resuming.
         data: settings of the config's `[data]` that must not change on resuming.
-        optimizer: the rule of each parameter, the dtype of the state, and the state of rules of the user's own file.
+        optimizer: the rule of each parameter, the dtype of the state, and names of the state of a user's own rules.
         optimizer_file: hash of the user's file of rules; None: there is none.
     """
 

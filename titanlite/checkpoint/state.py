@@ -49,7 +49,7 @@ class Checkpoints:
         state: SavedState,
         group: dist.ProcessGroup | None = None,
     ) -> Path:
-        """Write and publish a checkpoint, with a second attempt if the first fails. Then delete all but the newest.
+        """Write and publish a checkpoint, with a second attempt if necessary. Then delete all but the newest `keep`.
 
         `tensors` maps flat names to tensors or DTensors; a tensor that differs by rank has the rank in its name. Rank
         0's `state` is stored, with step, number of ranks and torch's version set. `group` is as in `on_all_ranks`.
@@ -124,7 +124,7 @@ class Checkpoints:
                 it, or it is of another model or optimizer.
         """
         folder = publish.step_folder(self.root, step)
-        on_all_ranks(lambda: store.check_seen(folder))  # else its files would be reported as missing
+        on_all_ranks(lambda: store.check_seen(folder))  # else `_verify` would call unseen files missing
         self._verify(step)
         saved = on_rank_0(lambda: read_state(folder, step))
         left = () if check is None else check(saved)

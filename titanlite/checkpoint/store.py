@@ -84,14 +84,14 @@ class _Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    relative_path: str  # the name of this attribute in DCP's reader
+    relative_path: str  # DCP's reader requires this name
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, FileEntry]:
     """Write a state into an empty folder that all ranks see. Collective; `group` as in `on_all_ranks`.
 
     Returns:
-        Size and hash of every file written by any rank, for `publish.commit`. Each rank hashed its own.
+        Size and hash of every file written by any rank, for `publish.commit`. Each rank hashes its own files.
 
     Raises:
         CheckpointError: too little free space, or a rank could not write. On all ranks.
@@ -180,7 +180,7 @@ class _Writer(HuggingFaceStorageWriter):
         return results
 
     def _write_file(self, planner: Any, k: int, items: list[Any]) -> None:
-        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # keeps all aligned
+        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # widest first: aligned
         header, offsets, end = dict[str, Any](), dict[str, Any](), 0
         for item in items:
             of, name = item.tensor_data, item.index.fqn
@@ -408,7 +408,10 @@ def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], f
 
 @contextmanager
 def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
-    """Turn DCP's CheckpointException, a BaseException that is the same on all ranks, into a CheckpointError."""
+    """Turn DCP's CheckpointException, a BaseException that is the same on all ranks, into a CheckpointError.
+
+    `verb`, "read" or "write", is for its message.
+    """
     try:
         if dist.is_initialized():  # perhaps in a thread, but all threads share warning filters
             yield

@@ -34,7 +34,7 @@ def _cast_both_ways(
 ) -> tuple[Either, Either]:
     """Cast a matrix [R, C] for a matmul that sums over its columns, and its transpose for one that sums over its rows.
 
-    `of` and `of_transpose` are the units that have a scale in each; `after` is as in `cast_blocks`.
+    `of` and `of_transpose`: the unit that has a scale, in each. `after`: a tensor to compute before the cast.
     """
     rows, rows_transposed = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_transpose))
     if not rows and not rows_transposed:

@@ -40,9 +40,9 @@ class Conversion:
     converted: tuple[str, ...]
     skipped: dict[str, str]  # name → reason
     joined: tuple[str, ...] = ()  # feed-forwards that became a `Float8FeedForward`
-    tied: tuple[str, ...] = ()  # converted, but gathered in high precision, which the embedding needs
+    tied: tuple[str, ...] = ()  # converted layers that are tied to the embedding, so gathered in high precision
     maxima: tuple[str, ...] = ()  # operand of each reduction of a maximum over tensor-parallel ranks, per micro-step
-    gathered: Mapping[str, int] = field(default_factory=dict[str, int])  # name → ranks from which FSDP gathers float8
+    gathered: Mapping[str, int] = field(default_factory=dict[str, int])  # name → number of ranks FSDP gathers from
 
 
 class Float8FeedForward(FeedForward):
@@ -161,7 +161,7 @@ def _maxima(layer: Linear, is_gathered: bool) -> Iterator[str]:
     if not matmul.recipe.reduce_amax or getattr(layer, "group", None) is None:
         return
     is_fused, is_emulated = getattr(layer, "fused", None) is not None, matmul.lowering.name == "emulated"
-    again = MATMULS["grad_weight"] if is_emulated else ()  # other lowerings reuse the bytes of the first two
+    again = MATMULS["grad_weight"] if is_emulated else ()  # other lowerings take no maximum for it
     for operand in (*MATMULS["output"], *MATMULS["grad_input"], *again):
         if operand == "weight" and is_gathered:
             continue  # `precompute_scales` reduces this maximum
@@ -170,12 +170,12 @@ def _maxima(layer: Linear, is_gathered: bool) -> Iterator[str]:
 
 
 def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:
-    """Turn a feed-forward into a `Float8FeedForward`, if titanlite's own kernels run both matmuls; return whether."""
+    """Turn a feed-forward into a `Float8FeedForward` if recipe and layers allow it; return whether this was done."""
     if type(module) is not FeedForward or matmul.unfused is not None:
         return False
     layers = module.w13, module.w2
     if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in layers):
-        return False  # left in high precision, or with collectives of its own
+        return False  # left in high precision, or with a collective that is not fused
     group = getattr(module.w13, "group", None)
     if any(layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return False  # added by a user

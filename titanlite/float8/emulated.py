@@ -57,7 +57,8 @@ class _Matmul(torch.autograd.Function):
 
 
 def _emulated_product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
-    """Return `left [R, C] @ right [S, C].T` [R, S]. `matmul`: "output", "grad_input" or "grad_weight" of the recipe."""
+    """Cast both operands and return `left [R, C] @ right [S, C].T` [R, S]; `matmul` is "output", "grad_input" or
+    "grad_weight", for which the recipe has different casts."""
     of = recipe.operands(matmul)
     if of == ("none", "none"):
         return torch.mm(left, right.t())

@@ -238,7 +238,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (qdata, scale_inv, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         how, forward = _grad_input(recipe), _output(recipe)
-        # The cast comes first in the block's backward, where the compiler cannot fuse it with other work: use a kernel.
+        # A separate kernel: the cast is first in the block's backward, so the compiler cannot fuse it with other work.
         cast_grad = Cast(*cast_rows(grad, DTYPES[how.dtype])) if how.of == "row" else how.cast(grad, recipe)
         g, d_h = _gathered_product(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"

@@ -68,7 +68,7 @@ class Float8Matmul:
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # on a CPU by the definition
+            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # a CPU runs the definition
             by_blocks = multiplies and is_by_blocks(recipe)
             self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"

@@ -40,7 +40,7 @@ class _Look:
 
     Attributes:
         sums: [8] float64, sums over all calls: elements of the input that saturate, elements that become zero, and all
-            elements; the same of the weight; power of the exact result, and of the noise.
+            elements; the same three counts of the weight; power of the exact result, and of the noise.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def float8_numerics(
     found: dict[str, float] = {}
     for name, sums in zip(looks, totals.tolist(), strict=True):
         if not sums[2]:
-            continue  # forward does not call it, or no token counts
+            continue  # forward does not call the layer, or no token is counted
         for what, (saturated, flushed, n) in (("input", sums[:3]), ("weight", sums[3:6])):
             found[f"float8_{what}_saturated.{name}"] = saturated / n
             found[f"float8_{what}_flushed.{name}"] = flushed / n

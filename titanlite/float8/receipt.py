@@ -61,7 +61,7 @@ def _fsdp_gathers(done: Conversion, recipe: Float8Recipe) -> str:
     gathered, whole = "float8", sum(ranks == 1 for ranks in done.gathered.values())
     if whole and whole == len(done.gathered):
         gathered = "nothing: each rank has its weights whole, and casts them once"
-    elif whole:  # experts and other layers are split differently
+    elif whole:  # experts are split over fewer or more ranks than other layers
         gathered = f"float8 of {len(done.gathered) - whole} layers; {whole} each rank has whole, and casts once"
     if done.tied:
         gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"

@@ -81,7 +81,7 @@ class Casting(NamedTuple):
 
 
 class WeightShard(Tensor):
-    """A rank's rows of a weight in high precision, cast before they are gathered."""
+    """A rank's rows of a weight in high precision, which are cast to float8 before FSDP gathers them."""
 
     master: Tensor  # [n, K], the values in high precision, which the optimizer updates
     how: Casting
@@ -162,7 +162,7 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View a local shard as a DTensor with the layout of a parameter; return it unchanged if the parameter is none."""
+    """View a local shard as a DTensor laid out as `parameter`; return it unchanged if `parameter` is no DTensor."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -189,6 +189,6 @@ def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
     if how.over is not None:
         amax = all_reduce(amax, "max", how.over)
     scales, scale_invs = scale_of(amax, how.dtype, how.pow2)
-    scale_invs = scale_invs[:, None].repeat(1, 4)[:, 0]  # cuBLAS wants a scale at a multiple of 16 bytes
+    scale_invs = scale_invs[:, None].repeat(1, 4)[:, 0]  # cuBLAS needs scales aligned to 16 bytes
     for shard, scale, scale_inv in zip(shards, scales.unbind(), scale_invs.unbind(), strict=True):
         shard.scale, shard.scale_inv = scale, scale_inv

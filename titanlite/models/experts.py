@@ -40,7 +40,7 @@ class Router(Projection):
 
 
 class GroupedProjection(Projection):
-    """The stacked weights of all experts of a layer. `groups`: groups of rows as in `Projection`, of all experts."""
+    """The stacked weights of all experts of a layer. `groups`: number of groups of rows, of all experts together."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, groups: int, n_experts: int, top_k: int, std: float
@@ -83,7 +83,7 @@ class MixtureOfExperts(nn.Module):
         self.w13 = GroupedProjection(dims.dim, {"w1": BLOCK, "w3": BLOCK}, groups=E * F // BLOCK, std=std, **each)
         self.w2 = GroupedProjection(F, {"w2": dims.dim}, groups=E, std=residual_std, **each)
         self.shared = FeedForward(replace(dims, ffn_dim=of.shared * F), residual_std) if of.shared else None
-        self.n_layers = dims.n_layers  # over which router losses are averaged; `build_model` counts mixtures
+        self.n_layers = dims.n_layers  # router losses are averaged over so many layers; `build_model` sets it
         self.register_buffer("bias", torch.empty(E) if of.balance_bias else None)
         self.register_buffer("share", torch.empty(()), persistent=False)
         self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)

@@ -52,7 +52,7 @@ def model_class(model: Model) -> type[Any]:
 
 
 def imported(file: str, key: str = "model.file") -> ModuleType:
-    """Import a user's file, only once in a process, because it may register operators. Raise ConfigError if it fails.
+    """Import a user's file once per process, because it may register operators. Raise ConfigError if that fails.
 
     Args:
         file: path of the file.
@@ -92,7 +92,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         mixture.n_layers = len(mixtures)
     if model.file:
         require_trainable(made, model.file)
-        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan, too
+        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # checks plans, too
         if "sequences" not in inspect.signature(made_by.forward).parameters:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
         if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
@@ -103,7 +103,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
 def _drop_sequences(
     file: str, made_by: type[nn.Module], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop `sequences` from the call of a model that takes only tokens; refuse documents, which it would mix."""
+    """Drop `sequences` from a call of a model that takes only tokens. Refuse documents: it would attend across them."""
     sequences = kwargs.pop("sequences", None)
     if sequences is not None and sequences.starts is not None:
         saw = "takes no `sequences`, and samples hold several documents"

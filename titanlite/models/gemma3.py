@@ -23,7 +23,7 @@ class GegluFeedForward(llama3.FeedForward):
     """GeGLU feed-forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the feed-forward to x [M, D] → [M, D]."""
+        """Apply the feed-forward to M tokens of width D: [M, D] → [M, D]."""
         return self.w2(geglu(self.w13(x)))
 
 
@@ -40,7 +40,7 @@ class Gemma3Block(nn.Module):
         self.post_ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """Apply the block to x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
+        """Apply the block to M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
         normed, x = self.attention_norm.fork(x)
         attended = self.post_attention_norm(self.attention(normed, cos, sin, sequences))
         normed, h = self.ffn_norm.add(attended, x)
@@ -60,7 +60,7 @@ class Gemma3(llama3.Llama3):
         return (Gemma3Block(dims, window) for window in dims.windows)
 
     def fill_buffers(self) -> None:
-        """Compute the rotary tables; call once the model is off the meta device."""
+        """Compute the rotary tables. Call this when the model is no longer on the meta device."""
         super().fill_buffers()
         local = rope_table(self.seq_len, self.dims.head_width, self.dims.local_rope_theta, None)
         self.local_cos, self.local_sin = (t.to(self.cos.device) for t in local)

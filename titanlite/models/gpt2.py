@@ -36,7 +36,7 @@ class GPT2Attention(nn.Module):
         self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std, bias=True)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """Attend within the sequences, x [M, D] → [M, D]."""
+        """Attend within the sequences of M tokens of width D: [M, D] → [M, D]."""
         q, k, v = heads(self.wqkv(x), self.queries_per_kv, self.head_dim)
         return self.wo(self.attend(q.flatten(1, 2), k.squeeze(2), v.squeeze(2), sequences).flatten(1))
 
@@ -50,7 +50,7 @@ class GeluFeedForward(nn.Module):
         self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the feed-forward to x [M, D] → [M, D]."""
+        """Apply the feed-forward to M tokens of width D: [M, D] → [M, D]."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
@@ -66,7 +66,7 @@ class GPT2Block(nn.Module):
         self.feed_forward = GeluFeedForward(dims, residual_std)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """Apply the block to x [M, D] → [M, D]."""
+        """Apply the block to M tokens of width D: [M, D] → [M, D]."""
         h = x + self.attention(self.attention_norm(x), sequences)
         return h + self.feed_forward(self.ffn_norm(h))
 

@@ -45,7 +45,7 @@ def our_weight(layout: Architecture, model: nn.Module, name: str, read: Callable
         layout: Hugging Face's layout of the architecture.
         model: titanlite's model; its weights are not read.
         name: name of the parameter in the model.
-        read: a function that returns Hugging Face's tensor of a name.
+        read: a function that returns the tensor with a name of Hugging Face's.
     """
     layer, places = _places(layout, model, name)
     if not isinstance(layer, Projection):
@@ -64,7 +64,9 @@ def our_weight(layout: Architecture, model: nn.Module, name: str, read: Callable
 
 
 def _places(layout: Architecture, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
-    """Return a parameter's layer, and part → Hugging Face's name, with * for an expert's number. Without parts: ""."""
+    """Return a parameter's layer, and part → Hugging Face's name, with `*` for an expert's number. The part is "" if the
+    layer is not a `Projection`.
+    """
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
     ours = (

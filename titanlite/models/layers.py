@@ -120,7 +120,7 @@ class Sequences:
     group: str = ""
 
     def rows(self, x: Tensor) -> Tensor:
-        """View x [M, …] as B samples [B, S, …]; raise ConfigError if samples have several documents or are split."""
+        """View M tokens [M, …] as B samples [B, S, …]. Raise ConfigError if one holds several documents or is split."""
         if self.starts is not None:
             want = "samples that are one document each: attention within rows crosses documents"
             fix = "self.attend(q, k, v, sequences) of [M, heads, E], as in titanlite/models/llama3.py"
@@ -157,16 +157,17 @@ pytree.register_pytree_node(
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of a token to the last `window` tokens, with itself; 0: all. A module, so that it has a name."""
+    """Causal attention of a token to the last `window` tokens including itself; 0: all. A module, to have a name."""
 
     def __init__(self, window: int = 0) -> None:
         super().__init__()
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """Attend within each sequence: q [M, H, E], k and v [M, K, E] → [M, H, E]. H is a multiple of K.
+        """Attend within each sequence: q [M, H, E], k and v [M, K, E] → [M, H, E].
 
-        Without `sequences`: q [B, H, S, E], k and v [B, K, S, E] → [B, H, S, E], and each of B samples is one document.
+        There are M tokens, H query heads, K key/value heads (H is a multiple of K), and E is the head width. Without
+        `sequences`: q [B, H, S, E], k and v [B, K, S, E] → [B, H, S, E], and each of B samples is one document.
         """
         if sequences is None:
             S = q.shape[2]
@@ -190,7 +191,7 @@ class CausalAttention(nn.Module):
 
 
 def _attend_in_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend with q [B, H, S, E], by a kernel that torch chooses in the order that `training/attention.py` sets."""
+    """Attend in B samples of S tokens, q [B, H, S, E], by the first kernel of `training/attention.py` that can."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 
@@ -207,11 +208,11 @@ class RMSNorm(nn.Module):
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise and scale each row of x [M, D] → [M, D]."""
+        """Normalise each row of x [M, D] and multiply it by the scale."""
         return rms_norm(x, self.scale(), self.eps)
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `(self(x), x)`, [M, D] each. Backward adds both gradients in one pass. Hooks of the norm do not run."""
+        """Return `(self(x), x)`, [M, D] each. Backward adds both gradients in one pass. The norm's hooks do not run."""
         if type(self).forward is not RMSNorm.forward:  # a user's class that computes something else
             return self(x), x
         return fork_rms_norm(x, self.scale(), self.eps)
@@ -231,7 +232,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise, scale and shift each row of x [M, D] → [M, D]."""
+        """Normalise each row of x [M, D], multiply it by the scale and add the shift."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -251,7 +252,7 @@ class QKNormAttention(nn.Module):
         self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """Attend within the sequences, x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
+        """Attend within the sequences of M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
         scales = self.q_norm.scale(), self.k_norm.scale()
         heads = norm_rope(self.wqkv(x), *scales, cos, sin, self.queries_per_kv, self.q_norm.eps)
         return self.wo(self.attend(*heads, sequences).flatten(1))

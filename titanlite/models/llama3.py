@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.wo = Linear(dims.dim, {"wo": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """Attend within the sequences, x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
+        """Attend within the sequences of M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
         heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)
         return self.wo(self.attend(*heads, sequences).flatten(1))
 
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
         self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the feed-forward to x [M, D] → [M, D]."""
+        """Apply the feed-forward to M tokens of width D: [M, D] → [M, D]."""
         return self.w2(swiglu(self.w13(x)))
 
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """Apply the block to x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
+        """Apply the block to M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
         normed, x = self.attention_norm.fork(x)
         normed, h = self.ffn_norm.add(self.attention(normed, cos, sin, sequences), x)
         return h + self.feed_forward(normed)
@@ -112,7 +112,7 @@ class Llama3(nn.Module):
         return (self.block(dims) for _ in range(dims.n_layers))
 
     def fill_buffers(self) -> None:
-        """Compute the rotary table; call once the model is off the meta device."""
+        """Compute the rotary table. Call this when the model is no longer on the meta device."""
         dims = self.dims
         table = rope_table(self.seq_len, dims.head_width, dims.rope_theta, dims.rope_scaling)
         self.cos, self.sin = (t.to(self.cos.device) for t in table)
@@ -121,11 +121,11 @@ class Llama3(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: [M] int64.
+            tokens: [M] int64, token ids of all sequences.
             sequences: the sequences that the tokens form; None: every S tokens form one.
 
         Returns:
-            Logits [M, V] in the compute dtype.
+            Logits [M, V] for a vocabulary of V, in the compute dtype.
         """
         sequences = sequences or Sequences(self.seq_len)
         cos, sin = (sequences.begin(table) for table in (self.cos, self.sin))

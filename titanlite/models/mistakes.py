@@ -76,7 +76,7 @@ def mistake(
     called: Callable[..., Any] | None = None,
     key: str = "model.file",
 ) -> Problem:
-    """Return a `Problem` for an exception, with the innermost running line of the user's file at the absolute path.
+    """Return a `Problem` for an exception, with the innermost running line of the user's file, an absolute path.
 
     If no line of the file was running, the problem names the function `called`; without `called`, the config key `key`.
     """

@@ -28,7 +28,7 @@ class WideNormAttention(llama3.Attention):
         self.k_norm = RMSNorm(dims.n_kv_heads * dims.head_width, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """Attend within the sequences, x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
+        """Attend within the sequences of M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
         E = 2 * cos.shape[1]
         q, k, v = heads(self.wqkv(x), self.queries_per_kv, E)
         q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
@@ -50,7 +50,7 @@ class MixtralBlock(nn.Module):
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """Apply the block to x [M, D] → [M, D]; `cos` and `sin` are rotary tables."""
+        """Apply the block to M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
         normed, x = self.attention_norm.fork(x)
         normed, h = self.ffn_norm.add(self.attention(normed, cos, sin, sequences), x)
         return h + self.experts(normed)
@@ -69,7 +69,7 @@ class OLMoEBlock(MixtralBlock):
 
 
 class Mixtral(llama3.Llama3):
-    """Llama's model with `MixtralBlock`s. Tensor parallelism does not split experts: each rank sends them its tokens."""
+    """Llama's model with `MixtralBlock`s. Tensor parallelism does not split experts: ranks send them their tokens."""
 
     block: ClassVar[type[nn.Module]] = MixtralBlock
     sharding: Mapping[str, str] = {
@@ -82,7 +82,7 @@ class Mixtral(llama3.Llama3):
             self.sharding = {**self.sharding, "layers.*.experts.shared.w13.weight": "tp:0"}
 
     def fill_buffers(self) -> None:
-        """Compute the rotary table and set the experts' buffers; call once the model is off the meta device."""
+        """Compute the rotary table, and zero the experts' buffers. Call this when the model is off the meta device."""
         super().fill_buffers()
         for block in self.layers:
             block.experts.fill_buffers()  # type: ignore[operator,union-attr]

@@ -29,7 +29,7 @@ def require_trainable(made: nn.Module, file: str) -> None:
     """
     want, fix = "fill_buffers() to compute the buffers", "def fill_buffers(self) -> None"
     kind: Any = type(made)
-    with refused(file, want, fix, kind.fill_buffers):  # a run calls it once tensors have memory
+    with refused(file, want, fix, kind.fill_buffers):  # a run calls it when tensors have memory
         inspect.signature(kind.fill_buffers).bind(made)
     problems: dict[tuple[str, str], Problem] = {}
     for problem in (*_missing(made), *_shared(made), *_in_no_layer(made), *_drawn_alike(made), *_no_masters(made)):
@@ -39,7 +39,10 @@ def require_trainable(made: nn.Module, file: str) -> None:
 
 
 def require_whole(shape: Sequence[int], want: list[int], model: nn.Module, said: Model) -> None:
-    """Raise ConfigError unless a model's logits are [M, V]: the loss would assume missing ids to be on other ranks."""
+    """Raise ConfigError unless a model's logits are [tokens, vocabulary].
+
+    The loss would assume that ids which are missing in the logits are on other ranks.
+    """
     if list(shape) != want:
         saw = f"logits of shape {list(shape)}"
         problem = of_function(type(model).forward, said.file, saw, f"{want}: [M, V]", "return all of them")

@@ -38,7 +38,7 @@ class AdamW(ShippedRule):
         together: dict[tuple[float, float, float, float], list[str]] = {}
         self._decay_factor = own.decay_factor
         self._place = {n: (own.settings[n].group, is_replicated(own.parameters[n])) for n in own.names}
-        for name in sorted(own.names, key=self._place.__getitem__):  # stable: puts parameters of one place together
+        for name in sorted(own.names, key=self._place.__getitem__):  # so that `_runs` finds equal places together
             of = own.settings[name]
             keys = dict(of.own)
             together.setdefault((of.lr_factor, keys["beta1"], keys["beta2"], keys["eps"]), []).append(name)

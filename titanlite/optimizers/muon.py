@@ -53,7 +53,7 @@ class MuonRule:
 class Pace(NamedTuple):
     """The learning-rate factor and the weight decay of one parameter."""
 
-    lr_factor: float = 1.0  # of the learning rate
+    lr_factor: float = 1.0  # factor of the learning rate
     weight_decay: float = 0.1  # λ
 
 
@@ -133,7 +133,7 @@ class Muon:
         """Do nothing; a subclass may finish its state here after the last bucket of a step."""
 
     def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
-        """Update the momentum of this rank's rows, and begin to send `u` of the rows to the owners."""
+        """Update the momentum of this rank's rows, and begin to send the owners the rows to orthogonalise."""
         sent, rule = self._empty(tables.bucket.given), self.rule
         momentum_rows(tables.shard_to_given, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
         return self._exchange(sent, tables.bucket.given, tables.bucket.collected)
@@ -152,7 +152,7 @@ class Muon:
         for number, shape in enumerate(tables.own):
             stack = whole[first : first + math.prod(shape)].view(shape)
             first += stack.numel()
-            # The kernel of a batched matmul may depend on the number of matrices, and so on the number of owners.
+            # The number of matrices may change the kernel of a batched matmul, and so owners might change the result.
             together = 1 if torch.are_deterministic_algorithms_enabled() else len(stack)
             for i in range(0, len(stack), together):
                 yield stack[i : i + together], number, i

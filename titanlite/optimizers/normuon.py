@@ -32,7 +32,7 @@ class NorMuon(Muon):
     """Updates parameters as `Muon` does, with normalised rows.
 
     Attributes:
-        second_moment: parameter → v of all its rows, [rows], on every rank.
+        second_moment: parameter → second moment of each of its rows, [rows], on every rank.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class NorMuon(Muon):
         exact = torch.promote_types(rule.dtype, torch.float32)
         self._skip = torch.zeros((), device=on)
         self._moment = torch.zeros(sum(sizes), dtype=rule.state_dtype, device=on)
-        self._new = torch.zeros(sum(sizes), dtype=exact, device=on)  # v of rows that this rank owns; else 0
+        self._new = torch.zeros(sum(sizes), dtype=exact, device=on)  # moments of owned rows; 0 for others
         self.second_moment = dict(zip(parameters, self._moment.split(sizes), strict=True))
         own = {tables: [tables.bucket.stacks[i] for i in tables.bucket.own] for tables in self._tables}
         with host_tensors():  # [B, R] for each stack that this rank owns: indices of its rows in `_moment`
@@ -70,9 +70,8 @@ class NorMuon(Muon):
         return whole
 
     def _normalise(self, matrices: Tensor, rows: Tensor) -> None:
-        """Divide rows of [B, R, C] by √v, and give each matrix the norm of an orthonormal one.
-
-        `rows` [B, R] are the indices of the rows in `_moment`.
+        """Divide rows of B matrices [B, R, C] by the root of their second moment. Then scale each matrix to the norm of
+        an orthonormal one. `rows` [B, R] are the indices of the rows in `_moment`.
         """
         x = matrices.to(self._new.dtype)
         before = self._moment[rows].to(x.dtype)

@@ -58,7 +58,7 @@ class Transfer:
     sizes: list[int] = field(default_factory=list[int])  # elements for, or from, each rank
 
     def add(self, rows: Iterable[RowRun]) -> None:
-        """Append the rows for, or from, the next rank."""
+        """Append the rows that are sent to, or received from, the next rank."""
         some = [r for r in rows if len(r.at) and r.columns]
         self.rows += some
         self.sizes.append(sum(len(r.at) * r.columns for r in some))
@@ -72,8 +72,8 @@ class Bucket:
     own: list[int]  # indices of the stacks that this rank owns
     given: Transfer  # rows of this rank's shards, sent to the owners
     collected: Transfer  # rows that this rank gets as an owner
-    returned: Transfer  # rows of its results, sent to all holders
-    taken: Transfer  # rows of results that it gets as a holder
+    returned: Transfer  # rows of this rank's results, sent to all holders
+    taken: Transfer  # rows of results that this rank gets as a holder
 
 
 def held_by_each_rank(parameters: Mapping[str, Tensor]) -> list[dict[str, Rectangle]]:
@@ -97,7 +97,7 @@ def _rectangle(parameter: Tensor, place: list[int]) -> Rectangle:
 
 
 def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> list[list[Stack]]:
-    """Group matrices into buckets of stacks by `share_matrices`, with its arguments; the same on every rank."""
+    """Group matrices into buckets of stacks, equal on every rank. Other arguments as in `share_matrices`."""
     buckets = list[dict[tuple[str, int, int], list[Matrix]]]()
     for i, bucket, owner in share_matrices([matrix.shape for matrix in matrices], ranks, steps, most):
         if bucket == len(buckets):
@@ -114,7 +114,10 @@ def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> lis
 
 
 def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank: int, replicas: int) -> Bucket:
-    """Return the bucket of these stacks for `rank`. `held` is by rank; the ranks of a replica are successive."""
+    """Return the bucket of these stacks for `rank`.
+
+    `held` has the rectangles of each rank. The ranks of a replica are successive.
+    """
     ranks = len(held)
     own = [i for i, stack in enumerate(stacks) if stack.owner == rank]
     bucket = Bucket(stacks, own, Transfer(), Transfer(), Transfer(), Transfer())

@@ -40,7 +40,7 @@ def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> Update
 
 
 class ShardedOptimizer:
-    """The optimizer of one run, made after FSDP's lazy initialisation, which may move the shards.
+    """The optimizer of one run. Make it after FSDP's lazy initialisation, because that may move the shards.
 
     Attributes:
         locals: this rank's shard of each parameter.
@@ -172,7 +172,7 @@ class ShardedOptimizer:
                 "pattern": list(self.recipe.groups[own.group].pattern),
                 **{key: value for key, value in own.of_rule().items() if key != "group"},
                 "parameters": len(names),
-                "elements": sum(self.parameters[name].numel() for name in names),  # of all ranks
+                "elements": sum(self.parameters[name].numel() for name in names),  # on all ranks together
                 "names": names,
             }
         counts = {name: f"{row['rule']}, {row['elements']:,} elements" for name, row in groups.items()}

@@ -66,7 +66,7 @@ class WeightAverage:
             torch._fused_sgd_(
                 averages,
                 weights,
-                [],  # no momentum
+                [],  # no tensors of momentum
                 # Gradient average - weight: weight decay adds the average; the weight is a gradient to maximise.
                 weight_decay=1.0,
                 maximize=True,

@@ -64,7 +64,7 @@ class CollectiveMatmul(NamedTuple):
 class MicroStep(NamedTuple):
     """The work from the beginning of a micro-step's forward pass to the beginning of the next, or the step's end."""
 
-    collectives: list[Recorded]  # in order
+    collectives: list[Recorded]  # in order of calls
     pairs: Counter[CollectiveMatmul]  # number of calls of each
 
 
@@ -185,7 +185,7 @@ class _RunningModule:
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         outer = self._forward[-1] if self._forward else ""
-        self._forward.append(self._names.get(module, outer))  # without a name if forward has made it
+        self._forward.append(self._names.get(module, outer))  # one made in forward takes the outer name
 
     def _end(self, *_: Any) -> None:
         self._forward.pop()

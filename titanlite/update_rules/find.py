@@ -62,7 +62,7 @@ def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> 
     """Return the default of a key of type `of`; None if it has another type or is not finite. Ints become floats."""
     value = getattr(kind, name, None)
     if of is float and isinstance(value, (float, int)) and not isinstance(value, bool):
-        with suppress(OverflowError):  # an int may be too large
+        with suppress(OverflowError):  # an int may be too large for a float
             return float(value) if math.isfinite(value) else None
     return value if type(value) is of is not float else None
 
