@@ -64,8 +64,8 @@ def our_weight(layout: Architecture, model: nn.Module, name: str, read: Callable
 
 
 def _places(layout: Architecture, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
-    """Return a parameter's layer, and part → Hugging Face's name, with `*` for an expert's number. The part is "" if the
-    layer is not a `Projection`.
+    """Return a parameter's layer, and part → Hugging Face's name, with `*` for an expert's number. The part is "" if
+    the layer is not a `Projection`.
     """
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
