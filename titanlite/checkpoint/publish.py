@@ -51,7 +51,7 @@ class FileEntry:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return the folder of the complete checkpoint of `step`."""
+    """Return the path that a complete checkpoint of `step` has."""
     return root / f"step-{step:08d}"
 
 

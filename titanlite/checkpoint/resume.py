@@ -138,7 +138,7 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
 def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims, per_step: int | None) -> None:
     """Refuse to resume with another model, seed, sequence length or order of data.
 
-    A batch size that differs only because the number of ranks does is refused, too; one that the config sets may
+    Another batch size is refused, too, if it only follows from the number of ranks; one that the config sets may
     differ. `per_step` is the number of sequences in a step of this run, or None if it is not known.
 
     Raises:
@@ -197,7 +197,7 @@ def changed_average(state: SavedState, config: Config, step: int) -> list[str]:
 
 
 def changed_routing(state: SavedState, dims: ModelDims) -> list[str]:
-    """Return a notice for each router setting that differs from the checkpoint's; `check_state` allows the change."""
+    """Return a notice for each router setting that has changed since the checkpoint, as `check_state` allows."""
     was = state.model.get("experts")
     changes = _what_changed("experts", was, asdict(dims.experts)) if was and dims.experts else []
     return [f"changed: {name}: {show(before)} → {show(now)}" for name, before, now in changes]

@@ -74,7 +74,7 @@ class Checkpoints:
         return folder
 
     def check_shared(self) -> None:
-        """Raise CheckpointError on all ranks if one does not see the folder; the message has its number and host."""
+        """Raise CheckpointError on all ranks if one does not see the folder; the message names both rank and host."""
 
         def make() -> Path:  # with a new name, because NFS caches for a while that a name does not exist
             made = (self.root if self.root.is_dir() else self.root.parent) / f"seen-{secrets.token_hex(4)}.tmp"

@@ -89,7 +89,7 @@ def _gather_weight(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
 
 
 def measurable(model: nn.Module) -> dict[str, Linear]:
-    """Return the layers whose output is a matmul in float8, by name."""
+    """Return the layers whose output is computed in float8, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {
         name: layer
@@ -128,7 +128,7 @@ def _looking(model: nn.Module, mesh: DeviceMesh, is_counted: Tensor | None) -> I
 def float8_numerics(
     model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences, is_counted: Tensor | None = None
 ) -> dict[str, float]:
-    """Run a model forward and measure each layer whose output is a float8 product; collective.
+    """Run a model forward, and measure each layer whose output is computed in float8. Collective.
 
     Args:
         model: the model in training.

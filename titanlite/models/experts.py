@@ -1,4 +1,4 @@
-"""A mixture of experts: a router sends each token to a few of many small feed-forwards, whose results are weighted.
+"""A mixture of experts: a router sends each token to a few of many small feed-forwards and weights their results.
 
 Published mixtures differ only in data of the recipe (`config/recipe_schema.py`, `Experts`): the score of the router,
 the number of experts per token, whether their weights sum to 1, and experts that all tokens share.
@@ -6,8 +6,8 @@ the number of experts per token, whether their weights sum to 1, and experts tha
 The weights of all experts are stacked by rows, so that FSDP splits the matrix evenly over any number of ranks. As in
 every projection, each part keeps its name and initialisation.
 
-    w13  [E·2F, D]   of each expert in turn, w1 and w3 in blocks of 128 rows
-    w2   [E·D, F]    of each expert in turn
+    w13  [E·2F, D]   for each expert in turn, w1 and w3 in alternating blocks of 128 rows
+    w2   [E·D, F]    for each expert in turn, its w2
 
 Axes: M tokens, D model width, E experts, K experts per token, F inner width of one expert.
 """

@@ -55,7 +55,7 @@ def is_own(model: nn.Module) -> bool:
 
 
 def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> AbstractContextManager[None]:
-    """Within the context, raise `kind` if a user's model does not run on the meta device, which the plan uses."""
+    """Within the context, raise `kind` if a user's model fails on the meta device, where memory is computed."""
     called, file = type(model), inspect.getfile(type(model)) if is_own(model) else ""
     want = f"{called.__name__}.forward(tokens) to run, also on tensors without values (the meta device)"
     fix = "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses"

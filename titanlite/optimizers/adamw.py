@@ -1,8 +1,8 @@
 """AdamW on each rank's shards, with clipping folded into the update.
 
 The update is elementwise and runs on local shards, in one kernel for all parameters with the same learning rate, betas
-and eps. Clipping costs one read of the gradients, for their norm; the kernel divides by it. The device also decides
-whether the step is applied, so the host never waits.
+and eps. Clipping costs only one read of the gradients, for their norm: the kernel of the update scales them. The device
+also decides whether the step is applied, so the host never waits.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """

@@ -7,7 +7,7 @@ results of the previous one are in transit. For a matrix p [R, C] with gradient 
     m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g
     p ← (1 - lr·λ) p - lr·0.2·√max(R, C) · orthogonalise(u)
 
-The factor 0.2·√max(R, C) makes an update as large as AdamW's, so that its learning rate and weight decay can be reused.
+The factor 0.2·√max(R, C) makes an update as large as AdamW's: AdamW's learning rate and weight decay can be reused.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; factor and decay are from Liu et
 al. 2025, "Muon is Scalable for LLM Training".

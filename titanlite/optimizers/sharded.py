@@ -1,4 +1,4 @@
-"""The optimizer: each rank updates its shards by the rules of a recipe. The host never waits for a value.
+"""The optimizer: each rank updates its shards by the rules of a recipe. The device decides whether to skip a step.
 
 A shipped rule is a class in a file of this folder, and a class of groups in `config/recipe_schema.py` that names the
 rule and has its keys.

@@ -1,5 +1,5 @@
-"""Record the collectives of a step: build the run for one rank of any number, and take its first step, on tensors
-without memory.
+"""Record the collectives of a step: build the run for one rank of a world of any size, and take its first step, on
+tensors without memory.
 
 Blocks of the same kind do the same work. The first recording has the first and the last block, and one block of each
 other kind. Another recording for each kind has one more block of it: the difference is the work of every further block.
@@ -12,7 +12,7 @@ A recording of one rank lacks the following quantities, for which there are form
     the busiest rank                        keys that are exchanged (`forecast/step_time.py`), matrices that are
                                             distributed (`forecast/update_work.py`)
     working set, slack, symmetric memory    `forecast/memory.py`
-    the rates of everything                 `forecast/devices`
+    the rates of the hardware               `forecast/devices`
 """
 
 from collections import Counter, defaultdict
@@ -56,7 +56,7 @@ class _Step(Recording):
     update: list[Recorded]
 
     def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
-        """Return this step with n times the difference between the steps `one` and `none` added."""
+        """Return this step plus n times the work that the step `one` has more than the step `none`."""
 
         def summed(own: Counter, with_one: Counter, without: Counter) -> Counter:
             return Counter({key: own[key] + n * (with_one[key] - without[key]) for key in own | with_one})
