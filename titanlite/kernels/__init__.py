@@ -1,5 +1,5 @@
-"""The operations that surround the matmuls of a transformer, one stem each.
+"""The operations of models and optimizers, one file each.
 
-A file holds the definition in plain torch, which runs on every device and which `torch.compile` fuses. Blocks call
-these functions, so that an operation can get device code of its own without a change of any model.
+Each file defines its operation in plain torch, which runs on every device and which `torch.compile` can fuse. Models
+call these functions, so that an operation can get a GPU kernel (`device/`) without a change to any model.
 """

@@ -1,7 +1,7 @@
-"""AdamW on many tensors at once, which also clips their gradients and can skip a step.
+"""AdamW on many tensors at once. An update can also clip the gradients, or be skipped.
 
-On a GPU it is one kernel for all tensors, with one pass over memory (`titanlite/kernels/device/adamw.py`); elsewhere it
-is torch's.
+On a GPU one kernel updates all tensors in one pass over memory (`titanlite/kernels/device/adamw.py`). Elsewhere torch's
+fused AdamW does.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
@@ -16,38 +16,38 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AdamWState:
-    """The tensors that an update changes, and its constants; the lists are parallel."""
+    """The tensors that an AdamW update changes, and its constants. All lists but `runs` have an entry per parameter."""
 
     parameters: list[Tensor]  # float32, contiguous, none of them empty
-    exp_avg: list[Tensor]  # running mean of the gradients, float32 or bfloat16, all alike
-    exp_avg_sq: list[Tensor]  # running mean of their squares, the same
-    weight_decays: list[float]  # of each parameter
-    runs: list[int]  # lengths of runs of parameters that are measured together
-    updates: Tensor  # [] float32, number of updates, which the caller counts
+    exp_avg: list[Tensor]  # running means of the gradients, all float32 or all bfloat16
+    exp_avg_sq: list[Tensor]  # running means of the squared gradients, in the dtype of `exp_avg`
+    weight_decays: list[float]
+    runs: list[int]  # lengths of runs of consecutive parameters, whose squares are summed per run
+    updates: Tensor  # [] float32, number of updates including the present one; the caller counts
     beta1: float  # decay of `exp_avg`
     beta2: float  # decay of `exp_avg_sq`
-    eps: float  # added to the root of `exp_avg_sq`
+    eps: float  # added to the square root of `exp_avg_sq`
 
 
 def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, bool, float], Sequence[Tensor]]:
-    """Prepare the update of a state.
+    """Return a function that applies one AdamW update to the tensors of a state.
 
     Args:
         state: its tensors are changed in place, and must not move in memory.
 
     Returns:
-        A function that applies one update, which `state.updates` already counts. It takes
+        The function. `state.updates` must already count the update. Its arguments are
 
-        - gradients of the parameters, float32, contiguous; their values are undefined afterwards;
+        - the gradients of the parameters, float32, contiguous; their values are undefined afterwards;
         - the learning rate;
-        - [] float32 that gradients are divided by, to clip them;
-        - [] float32, 1 to change nothing, else 0;
-        - whether to measure: it then returns [2] for each run, the sums of squares of its parameters before, and of
-          their changes;
-        - a factor of all weight decays.
+        - [] float32, a divisor of the gradients, which clips them;
+        - [] float32, 1 to skip the update, so that no tensor changes, else 0;
+        - whether to measure: the function then returns [2] for each run, the sum of squares of its parameters before
+          the update, and that of their changes;
+        - a factor by which all weight decays are multiplied.
 
     Raises:
-        ValueError: on a GPU, tensors that are not contiguous, or of another dtype or size.
+        ValueError: a tensor on a GPU is not contiguous, or has an unexpected dtype or number of elements.
     """
     if state.updates.is_cuda and state.parameters:
         return Update(state).step
@@ -73,7 +73,7 @@ def _adamw_by_torch(
             [gradient],
             [exp_avg],
             [exp_avg_sq],
-            [],  # no running maxima
+            [],  # no running maxima: those are AMSGrad's
             [state.updates],
             lr=lr,
             beta1=state.beta1,
@@ -95,7 +95,7 @@ def _adamw_by_torch(
 
 
 class Update:
-    """The kernel that updates a state. Gradients may be elsewhere in memory in every step; the state may not."""
+    """Launches the kernel that updates a state. Gradients may move in memory between steps, the state's tensors not."""
 
     def __init__(self, state: AdamWState) -> None:
         from titanlite.kernels.device.adamw import BLOCK
@@ -130,13 +130,13 @@ class Update:
         measure: bool = False,
         decay_factor: float = 1.0,
     ) -> Sequence[Tensor]:
-        """Apply one update; arguments as of the function that `adamw` returns."""
+        """Apply one update. For the arguments see the function that `adamw` returns."""
         from titanlite.kernels.device import adamw as device
 
         state, first = self.state, self.state.parameters[0]
         found, aligned = _distances("gradient", gradients, first, state)
         distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
-        corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
+        corrections = (1 - self.betas**state.updates).float()  # computed in float64: β2 may be near 1
         squares = torch.empty(2, self.blocks, device=first.device) if measure else skip
         device._adamw[(self.blocks,)](
             first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
@@ -148,7 +148,10 @@ class Update:
 
 
 def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:
-    """Return how many elements behind `base` each tensor lies, and whether all begin at a multiple of 16 bytes."""
+    """Return each tensor's distance from `base` in memory, in elements, and whether all begin at multiples of 16 bytes.
+
+    `kind` names the tensors in the ValueError for a tensor that does not fit its parameter.
+    """
     for i, (t, p) in enumerate(zip(tensors, state.parameters, strict=True)):
         if t.dtype != base.dtype or t.numel() != p.numel() or not t.is_contiguous():
             found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"

@@ -1,5 +1,6 @@
-"""Lay out groups of rows so that each begins at a multiple of 16, where TMA can load float8 numbers of a transposed
-matrix.
+"""Lay out groups of rows so that each group begins at a multiple of 16, as TMA requires for transposed float8 matrices.
+
+A place is a position in this layout. It holds a row of a group, or padding (-).
 
 rows       0 0 0 | 1 1 1 1 1 | 2                        offsets 0, 3, 8, 9
 places     0 0 0 - - …  | 1 1 1 1 1 - … | 2 - …         begins 0, 16, 32, 48
@@ -14,22 +15,22 @@ ALIGNMENT = 16
 
 
 def aligned_places(rows: int, groups: int) -> int:
-    """Return how many places are enough for these rows, however the groups share them."""
+    """Return the number of places that suffice for `rows` rows in `groups` groups, whatever the groups' sizes."""
     return (rows + groups * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
 @operator("aligned_rows", "aligned_rows.launch_aligned_rows")
 def aligned_rows(slots: Tensor, offsets: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the row and the token of each place.
+    """Find the row and the token at each place of the padded layout.
 
     Args:
-        slots: [R] int32, m·K + k of each row.
-        offsets: [G + 1] int32, where the rows of each group begin, and the last group's end.
-        top_k: K.
+        slots: [R] int32, m·K + k for a row that is token m at its k-th expert.
+        offsets: [G + 1] int32, the first row of each group, and the end of the last group.
+        top_k: K, experts per token.
 
     Returns:
-        The row and the token of each of P places, [P] int32 each, -1 for a place without a row; and where the places of
-        each group begin, and the last group's end, [G + 1] int32.
+        The row and the token at each of P places, [P] int32 each, -1 for padding; and the first place of each group
+        with the end of the last group, [G + 1] int32.
     """
     padded = (offsets.diff() + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     begins = torch.cat([offsets.new_zeros(1), padded.cumsum(0, dtype=torch.int32)])

@@ -1,19 +1,19 @@
 """All-gather → matmul: products of a tensor that is split over ranks with tensors that are not.
 
-The gathered tensor G is the left or right operand, transposed or not, split along any dim; several products share one
-gather:
+The gathered tensor G is the left or right operand, transposed or not, and is split along any dim. Several products
+share one gather:
 
     form       product          G            typical use
     left       G @ B            […, K]       column-parallel forward, row-parallel input gradient
     right      A @ G            [K, N]       weight gradient, grad.t() @ all_gather(x)
-    left_t     G.t() @ B        [K, M]       the same, transposed
+    left_t     G.t() @ B        [K, M]       weight gradient, transposed
     right_t    A @ G.t()        [N, K]       x @ all_gather(w).t()
 
-G is a result, too: backward needs it, and the gather has written it anyway. The definition below gathers, then
-multiplies. On GPUs with peer access, products start on the rows that have arrived (`titanlite/kernels/device/`).
+G is returned, too, since backward needs it. The definition below gathers, then multiplies. On GPUs with peer access, a
+kernel multiplies rows as soon as they have arrived (`titanlite/kernels/device/`).
 
-Float8 operands carry scales. G has one for the tensor, equal on all ranks ("tensor"), one for each rank's shard
-("shard"), or one per row ("row"); the last two travel with the bytes.
+Float8 operands have scales. G has one scale for the tensor, equal on all ranks ("tensor"), one per rank's shard
+("shard"), or one per row ("row"). Scales by shard are gathered with G, and so are scales by row unless rows are split.
 """
 
 import math
@@ -58,23 +58,24 @@ def all_gather_matmul(
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
 ) -> list[Tensor]:
-    """Gather a tensor over ranks and multiply it.
+    """Gather a tensor G over ranks and multiply it by other tensors.
 
     Args:
-        shard: this rank's part of G: 2-D to 4-D for the form "left", 2-D for the others. Any float dtype, float8 too.
-        others: the other operand of each product, [K, N] for the "left" forms, […, K] for the "right" ones, in
-            `shard`'s dtype, or another float8 dtype. Any strides.
-        dim: of `shard`, along which G is split.
-        size: length of that dim of G. Rank r holds its rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉.
+        shard: this rank's shard of G: 2-D to 4-D for the form "left", 2-D for other forms. Any float dtype or float8.
+        others: the other operand of each product, [K, N] for the "left" forms, […, K] for the "right" ones, in the
+            dtype of `shard`; float8 dtypes may be mixed. Any strides.
+        dim: the dim along which G is split.
+        size: length of `dim` in G. Rank r holds the indices r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉ of it.
         group: name of the process group.
-        form: of the products, see above.
+        form: operands of the products, one of FORMS, see the table of this module.
         biases: [N] each, of any dtype, added before the product is rounded.
-        scale: float8 only, float32: the inverse scale of G's bytes: [], or [..., 1] by row.
-        scale_of: the part of G with a scale of its own: "tensor", "shard" or "row". If rows themselves are split, ranks
-            pass equal scales of whole rows; then there is none by shard.
-        other_scales: float8 only, float32: [] each, or [1, N] for the "left" forms and […, 1] for the "right" ones.
-        out_dtype: of the products: `shard`'s by default, and bfloat16 for float8.
-        fast_accum: float8 only: sums may be left to tensor cores, which keep about 14 bits; otherwise they are added in
+        scale: float8 only: the inverse scale of G's bytes, float32, [], or […, 1] by row of `shard`.
+        scale_of: the part of G that one scale is for: "tensor", "shard" or "row". If G is split along its last dim,
+            ranks pass equal scales of full rows, and "shard" is refused.
+        other_scales: float8 only: inverse scales of `others`, float32, [] each, or [1, N] for the "left" forms and
+            […, 1] for the "right" ones.
+        out_dtype: dtype of the products; None: the dtype of `shard`, or bfloat16 for float8.
+        fast_accum: float8 only: let tensor cores accumulate with about 14 bits. Otherwise partial sums are added in
             float32 every 128 products.
 
     Returns:
@@ -82,8 +83,8 @@ def all_gather_matmul(
         float32; all contiguous.
 
     Raises:
-        ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
-            dtypes that differ between the ranks.
+        ValueError: operands do not fit each other; or shapes or dtypes differ between the ranks, which GPUs check at
+            the first call of its kind.
     """
     return torch.ops.titanlite.all_gather_matmul.default(
         shard, list(others), dim, size, group, form,
@@ -92,7 +93,7 @@ def all_gather_matmul(
 
 
 def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
-    """Compute the definition."""
+    """Gather, then multiply: the operator's definition in plain torch."""
     gathered = gather_dim(call.shard, call.at, call.size, named_group(call.group))
     scale = gather_scale(call)
     results = [gathered, *products(call, gathered, scale)]
@@ -100,7 +101,7 @@ def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
 
 
 def _mistakes_of_gather(call: GatherCall) -> Iterator[str]:
-    """Say of operands that do not fit which would; what comes later relies on what came before."""
+    """Yield a message for each mistake in the arguments. Later checks assume that the earlier ones passed."""
     shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_ = call
     ranks = named_group(group)
     if form not in FORMS:
@@ -170,7 +171,7 @@ def _save_gathered(ctx, call: GatherCall, results) -> None:
 def _gather_backward(ctx, grads):
     """Return the gradients of shard, others and biases, in this order.
 
-    The shard's gradient is a sum of products, reduced and scattered: the other operator. The rest are plain matmuls.
+    The shard's gradient is a sum of products, computed by `matmul_reduce_scatter`. The others are plain matmuls.
     """
     if ctx.float8:
         raise NotImplementedError(
@@ -185,13 +186,13 @@ def _gather_backward(ctx, grads):
             None if grad is None else gradient_of_bias(grad, dtype)
             for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
         ]
-    # Operands of a matmul have one dtype, from which the products' may differ.
+    # A matmul's operands need one dtype, and `out_dtype` may have given the products another one.
     grads = [None if grad is None else grad.to(other.dtype) for grad, other in zip(grads, others, strict=True)]
     pairs = [(grad, other) for grad, other in zip(grads, others, strict=True) if grad is not None]
     d_shard, form = None, ctx.form
     if needs_shard and pairs:
         lefts, rights = zip(*(_grad_of_gathered(grad, other, form) for grad, other in pairs), strict=True)
-        reduce = torch.ops.titanlite.matmul_reduce_scatter.default  # the other stem, which imports this one
+        reduce = torch.ops.titanlite.matmul_reduce_scatter.default  # no import: its module imports this one
         d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None, False)
     if needs_shard and grad_gathered is not None:
         own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))
@@ -204,7 +205,7 @@ def _gather_backward(ctx, grads):
 
 
 def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Return the two factors of one product's gradient with respect to G."""
+    """Return two matrices whose product is the gradient of G from one product; `grad`: the gradient of this product."""
     if form == "left":
         return grad, other.t()
     if form == "left_t":
@@ -214,7 +215,7 @@ def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, T
 
 
 def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> Tensor:
-    """Return one product's gradient with respect to its other operand."""
+    """Return the gradient of `other`, from `grad`, the gradient of its product with G (`gathered`)."""
     if form == "left":
         return gradient_of_right(gathered, grad, other)
     if form == "left_t":

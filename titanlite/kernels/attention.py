@@ -1,15 +1,17 @@
 """Causal attention of packed tokens: within samples, documents or a window, and for a part of the queries.
 
+M tokens, H heads of queries, K heads of keys and values, E width of a head, S tokens of a sample.
+
 Queries and keys are cut into pieces. The queries of a piece see the keys of that piece: the last query all of them, and
-each query before it one less. A document is a piece with as many keys as queries. With context parallelism a piece has
-more keys than queries: those from the document's beginning to the rank's last query.
+each earlier query one less than the next. A document is a piece with as many keys as queries. With context parallelism
+a piece can have more keys than queries: all keys from the document's beginning to the rank's last query.
 
     queries   | a a a a | b b b |          bounds  0 4 7
     keys      | a a a a a a | b b b |      bounds  0 6 9       the first query of a sees three keys
 
-The number of pieces is data. The device has room for the most that there could be, and the host knows how many are
-valid, so that nothing is recompiled and nobody waits. A run of contiguous queries sees contiguous keys, in one call;
-only context parallelism has several runs.
+The number of pieces depends on the data. The device holds bounds of the largest possible number of pieces, and the host
+their actual number, so that no batch causes a recompilation or a synchronisation. A run is a series of pieces with
+contiguous queries and contiguous keys, which one kernel call computes. Only context parallelism has several runs.
 
 Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3.2; the gradient from Dao
 et al. 2022, "FlashAttention", appendix B.
@@ -26,15 +28,15 @@ from titanlite.kernels import flash_attention_4
 from titanlite.kernels.flex_attention import attend_flexibly, flexible_grad
 from titanlite.kernels.operators import Split, operator
 
-_LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks of a piece
+_LEAST_ROWS, _MOST_BLOCKS = 128, 32  # least queries of a block of the definition; most blocks of a piece
 
 
 class Bounds(NamedTuple):
-    """The bounds of pieces, run by run. Pieces at a run's end may be empty, and so may runs."""
+    """The bounds of pieces, run by run. The last pieces of a run may be empty, and so may runs."""
 
-    # [2, n] int32, where the pieces of a run begin among its queries and its keys, and the last ends; n: the most
+    # [2, n] int32: of each run, the first query (0) and key (1) of each piece, counted in the run, and the last's end
     at: Tensor
-    runs: Tensor  # [runs, 5] int64 on the CPU: first query, first key, end of keys, first column of `at`, how many
+    runs: Tensor  # [runs, 5] int64 on the CPU: first query, first key, end of keys, first column of `at`, its columns
 
 
 def attention(
@@ -46,16 +48,16 @@ def attention(
     starts: Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> Tensor:
-    """Attend to the tokens of the same document, up to and including the token itself.
+    """Compute causal attention: each token attends to the tokens of its document up to and including itself.
 
     Args:
         q: [M, H, E]; H is a multiple of K.
         k, v: [M, K, E].
-        longest: S, tokens of a sample; M is a multiple of it.
-        window: how many of the last tokens, itself included, a token sees; 0: all.
-        starts: [M] int32, where each token's document begins; every S-th token begins one. None: every S tokens are a
-            document.
-        bounds: the same as pieces; given with `starts`.
+        longest: S, tokens of a sample; M is a multiple of S.
+        window: number of most recent tokens, itself included, that a token sees; 0: all.
+        starts: [M] int32, index of the first token of each token's document; every S-th token begins a document. None:
+            every S tokens are one document.
+        bounds: the documents of `starts` as pieces; needed with `starts`.
 
     Returns:
         [M, H, E] in `q.dtype`.
@@ -64,7 +66,7 @@ def attention(
 
 
 def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
-    """Name the fastest kernel for queries, […, E]; `is_plain`: of whole samples without a window.
+    """Name the fastest kernel for queries […, E]; `is_plain`: attention is within whole samples, without a window.
 
     Returns:
         "flash_attention_4"; else "torch", if `is_plain`; else "flex_attention", or on CPUs and in float64 "math".
@@ -102,7 +104,7 @@ def _fast_grad(
     if not others and first == slice(0, len(k)):
         return flash_attention_4.attend_grad(grad, q, k, v, out, sums.t(), only, *lengths)
     d_q, d_k, d_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, keys, at in each:  # in their order: keys may be of several
+    for rows, keys, at in each:  # one after the other: runs may share keys
         of_run = grad[rows], q[rows], k[keys], v[keys], out[rows], sums.t()[:, rows]
         d_q[rows], of_keys, of_values = flash_attention_4.attend_grad(*of_run, at, *lengths)
         d_k[keys] += of_keys
@@ -111,13 +113,14 @@ def _fast_grad(
 
 
 def _each_run(M: int, bounds: Tensor, runs: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the queries, the keys and the bounds of each run that is not empty."""
+    """Yield the range of the M queries, the range of keys, and the bounds of each run that is not empty."""
     found = [run for run in runs.tolist() if run[4]]
     for (row, key, end, at, n), (following, *_) in zip(found, [*found[1:], [M]], strict=True):
         yield slice(row, following), slice(key, end), bounds[:, at : at + n]
 
 
-# By heads, if both queries' and keys' divide: for whole samples, documents, and parts of them.
+# Tensor-parallel ranks split the heads, if both numbers of heads divide. A split each for calls with whole samples,
+# with documents, and with documents of which a rank has a part.
 _SPLITS = tuple(Split((1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 _GRAD_SPLITS = tuple(Split((1, 1, 1, 1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 
@@ -134,10 +137,10 @@ def _attention(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and each query's log-sum-exp, laid out as by `_shapes`.
+    """Return the attention of each query, and the log-sum-exp of its scores, in the shapes of `_shapes`.
 
-    `bounds` and `runs` are of `Bounds`. With context parallelism there are N keys, and `places`, [M] int32, has the
-    place of each query among them.
+    `bounds` and `runs` are the fields of `Bounds`. With context parallelism k and v hold the N tokens of all ranks, and
+    `places`, [M] int32, is the index of each query among these.
     """
     (out, sums), K = _shapes(q, k, v, starts, bounds, longest, window), k.shape[1]
     of_rows = sums[None] if bounds is not None else sums.transpose(1, 2)  # [samples, tokens, H]
@@ -167,7 +170,7 @@ def _attention_grad(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. The definition recomputes `sums`."""
+    """Return the gradients of q, k and v. This definition recomputes `sums`, forward's log-sum-exps."""
     K, scale = k.shape[1], q.shape[-1] ** -0.5
     keys, values = _grouped(k, K), _grouped(v, K)
     d_q, d_keys, d_values = q.new_empty(q.shape), torch.zeros_like(keys), torch.zeros_like(values)
@@ -186,7 +189,10 @@ def _attention_grad(
 def _query_blocks(
     M: int, bounds: Tensor | None, runs: Tensor | None, longest: int, window: int, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of queries of a piece, the keys that some of them see, and [queries, keys], which are not seen."""
+    """Cut the M queries into blocks; yield for each its queries, the keys to read, and the mask of keys not seen.
+
+    The mask is [queries, keys], true where a query does not see a key.
+    """
     if bounds is None or runs is None:
         pieces = [(at, at + longest, at, at + longest) for at in range(0, M, longest)]
     else:
@@ -195,7 +201,7 @@ def _query_blocks(
             begins, firsts = (at.cpu() + torch.tensor([[rows.start], [keys.start]])).tolist()
             pieces += zip(begins, begins[1:], firsts, firsts[1:], strict=False)
     for begin, end, first, last in pieces:
-        n, behind = max(_LEAST_ROWS, -(-(end - begin) // _MOST_BLOCKS)), last - end  # of a query's key to the query
+        n, behind = max(_LEAST_ROWS, -(-(end - begin) // _MOST_BLOCKS)), last - end  # own key's index minus a query's
         for row in range(begin, end, n):
             rows = slice(row, min(row + n, end))
             seen = slice(max(first, row + behind - window + 1) if window else first, rows.stop + behind)
@@ -205,25 +211,25 @@ def _query_blocks(
 
 
 def _grouped(x: Tensor, K: int) -> Tensor:
-    """[n, heads, E] → [K, heads / K · n, E], in the dtype of sums."""
+    """Group heads by the K heads of keys: [n, heads, E] → [K, heads / K · n, E], in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (K, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _packed(x: Tensor, n: int) -> Tensor:
-    """The inverse of `_grouped`."""
+    """Invert `_grouped` for n tokens: [K, heads / K · n, E] → [n, heads, E]."""
     return x.unflatten(1, (-1, n)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, unseen: Tensor) -> Tensor:
-    """[K, H / K · queries, keys]; −∞ where a query does not see a key."""
+    """Return the scaled scores, [K, H / K · queries, keys]; −∞ where a query does not see a key (`unseen`)."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    bias = torch.zeros_like(unseen, dtype=scores.dtype).masked_fill_(unseen, -torch.inf)  # added faster than filled in
+    bias = torch.zeros_like(unseen, dtype=scores.dtype).masked_fill_(unseen, -torch.inf)  # faster than masked scores
     return scores.unflatten(1, (-1, len(unseen))).add_(bias).flatten(1, 2)
 
 
-# By hand: without numbers there are no bounds, and a compiler would not know the device of results.
+# For fake tensors: the definition reads numbers of `bounds`, which they lack, and hides the device of its results.
 def _shapes(q, k, v, starts, bounds, *others):
-    """Make [M, H, E], and for the sums [M, H], heads outermost in memory; of whole samples [B, H, S]."""
+    """Allocate the result [M, H, E] and log-sum-exps [M, H], heads outermost in memory; [B, H, S] for whole samples."""
     (M, H, _), longest = q.shape, others[-2]
     shape = (H, M) if bounds is not None else (M // longest, H, longest)
     sums = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -231,9 +237,9 @@ def _shapes(q, k, v, starts, bounds, *others):
 
 
 def _flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
-    """Count two products of E for each key that a query would see if samples were documents: shapes say no more.
+    """Count the operations as if each sample were one document, since shapes do not show the documents.
 
-    The last two numbers are S and the window. M queries of more tokens count as their share.
+    The last two numbers are S and the window. With context parallelism M queries count as their share of all tokens.
     """
     (M, H, E), (longest, window) = q_shape, shapes_and_numbers[-2:]
     W = min(window or longest, longest)
@@ -241,11 +247,12 @@ def _flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> i
 
 
 def with_gradient(name: str, n_others: int) -> None:
-    """Give an operator with the results of `_attention`, whose gradient is `name`_grad, shapes, autograd and FLOPs.
+    """Register shapes, autograd and FLOPs of an attention operator, whose gradient is the operator `name`_grad.
 
     Args:
-        name: the operator's; its arguments are `_attention`'s first five, others, S and the window.
-        n_others: how many of its arguments, the last ones, are no tensors.
+        name: of the operator. It takes q, k, v, starts and bounds, then other arguments, then S and the window, and
+            returns the results of `_attention`.
+        n_others: number of its last arguments that are not tensors.
     """
     of_grad = getattr(torch.ops.titanlite, f"{name}_grad")
 

@@ -1,12 +1,12 @@
-"""A product of float8 matrices with scales by block: 1×128 along the sum; one of the two may have 128×128.
+"""The product of two float8 matrices with a scale per block: 1×128, along the contracted dim; one may have 128×128.
 
-On Hopper it is cuBLASLt 12.9's (`torch.nn.functional.scaled_mm`), which sums each run of 128 products, scales the sum
-and adds it up in float32. It takes scales as follows, for C = 128·c columns:
+On Hopper cuBLASLt 12.9 computes it (`torch.nn.functional.scaled_mm`): each run of 128 products is summed, the sum is
+scaled, and scaled sums are added in float32. Scales have these layouts, for R rows and C = 128·c columns:
 
     1×128      [R, c]         columns contiguous: stride (1, R)
     128×128    [c', R/128]    transposed, c' = c rounded up to a multiple of 4: stride (1, c')
 
-Blackwell has other blocks.
+Blackwell scales blocks of other sizes.
 """
 
 import math
@@ -21,7 +21,7 @@ from titanlite.kernels.operators import operator
 
 
 def block_scaling_unsupported_reason(device: Device) -> str | None:
-    """Return why a device has no such product, or None."""
+    """Return the reason why a device cannot compute block-scaled products, or None."""
     if device.capability is None:
         return "the device is no GPU"
     if (capability := device.capability)[0] != 9:
@@ -35,7 +35,7 @@ def block_scaling_unsupported_reason(device: Device) -> str | None:
 
 
 def dequantise(qdata: Tensor, scale_inv: Tensor) -> Tensor:
-    """Multiply float8 bytes [R, C] by inverse scales, [R/r, C/c] float32 for blocks of r × c, or [] for all.
+    """Multiply float8 bytes [R, C] by inverse scales, [R/r, C/c] float32 for blocks of r × c, or [] for one scale.
 
     Returns:
         [R, C] float32, laid out as `qdata`.
@@ -57,7 +57,7 @@ def _by_cublas(
 
 
 def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.ScalingType]:
-    """Return inverse scales in cuBLASLt's layout, and its name for the blocks."""
+    """Return inverse scales in cuBLASLt's layout, and torch's name for the size of their blocks."""
     if scale_inv.shape[0] == qdata.shape[0]:
         return scale_inv.t().contiguous().t(), F.ScalingType.BlockWise1x128
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
@@ -71,13 +71,13 @@ def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.Scalin
 def block_scaled_matmul(
     left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return `left @ right.T` of the scaled numbers, accumulated in float32 and rounded once.
+    """Return `left @ right.T` of the dequantised matrices, accumulated in float32 and rounded once.
 
     Args:
         left: [R, C] float8; R and C are multiples of 128.
-        left_scale_inv: [R, C/128] or [R/128, C/128] float32, as of `dequantise`.
-        right: [S, C] float8, as `left`; not both e5m2.
-        right_scale_inv: as `left_scale_inv`; not both of 128×128 blocks.
+        left_scale_inv: [R, C/128] or [R/128, C/128] float32, see `dequantise`.
+        right: [S, C] float8; S is a multiple of 128. At most one of the two matrices is e5m2.
+        right_scale_inv: [S, C/128] or [S/128, C/128] float32. At most one of the two matrices has 128×128 blocks.
         dtype: of the result, bfloat16 or float32.
 
     Returns:

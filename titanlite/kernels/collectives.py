@@ -1,8 +1,8 @@
 """The collectives of tensor parallelism, on plain tensors along dim 0, with their gradients.
 
-Always dim 0: activations are packed `[M, D]`, so a gather or a scatter of tokens needs no copy. Each function issues
-the functional op and waits for it, once: inside a compiled block the compiler sees the pair and may move it apart; an
-unwaited result that crossed the block's boundary would give zero gradients in silence.
+Activations are packed `[M, D]`, so gathering or scattering tokens along dim 0 needs no copy. Each function issues a
+functional collective and waits for its result. Inside a compiled block the compiler may schedule work between the two.
+If the result left the block without a wait, gradients would silently be zero.
 
 All-gather and reduce-scatter are each other's transpose, so each is the backward of the other.
 """
@@ -19,7 +19,7 @@ _ops = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """A process group as the functional collectives want it, and this process's place in it."""
+    """The name and size of a process group, as functional collectives take them, and this process's rank in it."""
 
     name: str
     size: int
@@ -37,7 +37,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def exchange(x: Tensor, group: Group) -> Tensor:
-    """All-to-all without a gradient: chunk r of `x`, [M, …], goes to rank r, chunk r of the result came from it."""
+    """Send chunk r of `x`, [M, …], to each rank r; chunk r of the result comes from rank r. Without a gradient."""
     each = [len(x) // group.size] * group.size
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), each, each, group.name))
 
@@ -48,7 +48,7 @@ def all_reduce(x: Tensor, by: str, group: Group) -> Tensor:
 
 
 class _GatherOrScatter(torch.autograd.Function):
-    """An all-gather or a reduce-scatter, whose gradient is the other one."""
+    """An all-gather or a reduce-scatter; the backward of each is the other."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gathers: bool, *group: str | int) -> Tensor:
@@ -71,12 +71,12 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def named_group(name: str) -> Group:
-    """Return the process group of that name, as operators receive it."""
+    """Return the name, size and rank of a process group; operators receive only its name."""
     return Group(name, *_size_and_rank(name))
 
 
 def process_group_of(name: str) -> dist.ProcessGroup:
-    """Return torch's process group of that name."""
+    """Return the `ProcessGroup` of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
@@ -87,9 +87,9 @@ def _size_and_rank(name: str) -> tuple[int, int]:
 
 
 def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
-    """Concatenate every rank's chunk along any dim (not negative), without a gradient; contiguous.
+    """Concatenate every rank's chunk along `dim` (≥ 0), without a gradient; the result is contiguous.
 
-    Chunks are ⌈size/ranks⌉ long along `dim`, shorter on the last ranks; `size` is the length of the whole dim.
+    `size` is the length of `dim` in the result. Chunks are ⌈size/ranks⌉ long, or shorter on the last ranks.
     """
     chunk = -(-size // group.size)
     rows = shard.movedim(dim, 0)
@@ -102,9 +102,9 @@ def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
 
 
 def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Sum whole tensors over the ranks and keep this rank's chunk of any dim (not negative), without a gradient.
+    """Sum `x` over the ranks and keep this rank's chunk along `dim` (≥ 0), without a gradient.
 
-    Rank r keeps rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉; contiguous.
+    For a `dim` of length `size`, rank r keeps the indices r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉, contiguous.
     """
     size = x.shape[dim]
     chunk = -(-size // group.size)
@@ -116,5 +116,5 @@ def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _compact(x: Tensor) -> Tensor:
-    """Return `x` with a new tensor's strides: `contiguous()` keeps any stride of a dim of length 0 or 1."""
+    """Return `x` with the strides of a new tensor. `contiguous()` may keep other strides for dims of length 0 or 1."""
     return unviewed(x.flatten(), x.shape)

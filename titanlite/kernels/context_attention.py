@@ -1,12 +1,13 @@
-"""Causal attention with context parallelism: a rank's tokens, of its group's N, attend to keys and values of all.
+"""Causal attention with context parallelism: P ranks share N tokens, and each rank's tokens attend to those of all.
 
-The N tokens are cut into chunks of C; each of P ranks has n = N / (P·C) of them, in order. A rank's queries see some of
-the other ranks' chunks: those of its own tokens' documents. It receives only these, before forward and again before
-backward. Then it sends their gradients back to their owners, which add them up in the order of ranks.
+The N tokens are cut into chunks of C tokens, and each rank has n = N / (P·C) of these chunks, in order. Of the other
+ranks' chunks a rank needs only keys and values of the documents that its own tokens are part of. It receives these
+chunks before forward, and again before backward. Then it sends their gradients back to the owners, which add them up in
+the order of ranks.
 
-    chunks   [2, (P - 1)·n] int64   places of the chunks to send among the rank's own, sorted by receiver;
-                                    places of the chunks to receive among all, sorted by sender
-    counts   [2, P] int64, on CPU   how many to, and from, each rank; the rest of `chunks` is undefined
+    chunks   [2, (P - 1)·n] int64   indices of the chunks to send, among the rank's own, sorted by receiver;
+                                    indices of the chunks to receive, among all, sorted by sender
+    counts   [2, P] int64, on CPU   number of chunks to, and from, each rank; the rest of `chunks` is undefined
 
 Source: gathers instead of a ring: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
 """
@@ -24,11 +25,11 @@ from titanlite.kernels.collectives import process_group_of
 from titanlite.kernels.operators import Sent, Split, operator
 
 exchanged = Counter[int]()
-"""How often this process has exchanged keys, by the window."""
+"""Number of times that this process has exchanged keys, by the window of the attention."""
 
 
 class KeyChunks(NamedTuple):
-    """The chunks of keys that ranks exchange, and how many, as above."""
+    """The chunks of keys that ranks exchange, and their numbers per rank, as the table of this module shows them."""
 
     chunks: Tensor
     counts: Tensor
@@ -46,14 +47,15 @@ def context_attention(
     exchange: KeyChunks,
     group: str,
 ) -> Tensor:
-    """Attend as `attention` does, to tokens on any rank of the group; a collective.
+    """Compute the `attention` of this rank's M tokens to the N tokens of all ranks of a group. Collective.
 
     Args:
-        q, k, v, longest, window: as of `attention`, of this rank's tokens; N is a multiple of `longest`.
-        starts: [M] int32, the place among the N at which each token's document begins.
+        q, k, v, longest, window: see `attention`; of this rank's tokens. N is a multiple of `longest`.
+        starts: [M] int32, index among the N tokens of the first token of each token's document.
         bounds: of this rank's pieces of documents, and of the keys among the N that they see within the window.
-        places: [M] int32, of each token among the N.
+        places: [M] int32, index of each token among the N.
         exchange: the chunks to exchange.
+        group: name of the process group.
     """
     return _context_attention(q, k, v, starts, *bounds, places, *exchange, group, longest, window)[0]
 
@@ -71,13 +73,13 @@ def _sent_for_gradients(_device: Device, grad: Tensor, q: Tensor, k: Tensor, *ot
 def _bytes_of_chunks(
     k: Tensor, direction: int, _bounds: Tensor, _runs: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, *_: Any
 ) -> int:
-    """Return the bytes of keys and values sent to other ranks (direction 0), or of their gradients (1)."""
+    """Return the bytes of keys and values sent to other ranks (direction 0), or of gradients sent back (1)."""
     with host_tensors():
         n = int(counts[direction].sum())
     return 2 * n * _tokens_of_chunk(places, chunks, counts) * k[0].numel() * k.itemsize
 
 
-# By heads, as attention without ranks.
+# Tensor-parallel ranks split the heads, as for `attention`.
 @operator("context_attention", None, splits=(Split((1, 1, 1, *(None,) * 6), 1),), sends=_sent_keys)
 def _context_attention(
     q: Tensor,
@@ -93,7 +95,7 @@ def _context_attention(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `attention`'s operator."""
+    """Gather keys and values, and return the attention of each query and the log-sum-exp of its scores."""
     exchanged[window] += 1
     whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
     return torch.ops.titanlite.attention(q, whole_k, whole_v, starts, bounds, runs, places, longest, window)
@@ -122,14 +124,14 @@ def _context_attention_grad(
     d_q, d_k, d_v = torch.ops.titanlite.attention_grad(
         grad, q, *whole, out, sums, starts, bounds, runs, places, longest, window
     )
-    del whole  # before the concatenation of the gradients allocates as much
+    del whole  # before the gradients are concatenated, which allocates as much
     return d_q, *_sum_at_owners(d_k, d_v, places, chunks, counts, group)
 
 
 def _gather_keys(
     k: Tensor, v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all tokens, [N, K, E] each: zeros where this rank's queries do not look."""
+    """Gather keys and values of all tokens, [N, K, E] each; zeros in chunks that this rank does not need."""
     n_ranks, C = counts.shape[1], _tokens_of_chunk(places, chunks, counts)
     both = torch.cat((k, v), 1)
     sent, got, (for_each, from_each) = _lists(chunks, counts)
@@ -145,9 +147,9 @@ def _gather_keys(
 def _sum_at_owners(
     d_k: Tensor, d_v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Add up all ranks' gradients of this rank's keys and values, [M, K, E] each, in float32 or wider.
+    """Send gradients to the owners of the keys, and return the sums of all ranks' gradients of this rank's, [M, K, E].
 
-    `d_k` and `d_v`, [N, K, E], come from this rank's queries.
+    `d_k` and `d_v`, [N, K, E], are the gradients from this rank's queries. Sums are formed in float32 or wider.
     """
     C = _tokens_of_chunk(places, chunks, counts)
     both = torch.cat((d_k, d_v), 1)
@@ -166,18 +168,18 @@ def _tokens_of_chunk(places: Tensor, chunks: Tensor, counts: Tensor) -> int:
 
 
 def _own(places: Tensor, C: int) -> Tensor:
-    """Return the places of this rank's chunks among all, [n]."""
+    """Return the indices of this rank's chunks among all chunks, [n]."""
     return places[::C].long() // C
 
 
 def _lists(chunks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Return the chunks to send and to receive, and how many to and from each rank."""
+    """Return the indices of the chunks to send and to receive, and the numbers of chunks to and from each rank."""
     each = counts.tolist()
     return chunks[0, : sum(each[0])], chunks[1, : sum(each[1])], each
 
 
 def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> Tensor:
-    """Exchange rows with all ranks; received rows are in the order of the ranks."""
+    """Exchange rows with all ranks, `sent[r]` to and `got[r]` from rank r; received rows are in the order of ranks."""
     arrived = rows.new_empty(sum(got), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows, got, sent, group=process_group_of(group))
     return arrived

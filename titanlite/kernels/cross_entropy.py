@@ -1,4 +1,4 @@
-"""Cross-entropy over logits whose vocabulary may be split over ranks, with a cap of logits and a z-loss.
+"""Cross-entropy over logits whose vocabulary may be split over ranks, optionally with capped logits and a z-loss.
 
 Each rank reduces its own columns to two numbers per token: their log-sum-exp, and the target's logit if the rank owns
 it. One all-gather of these, 8 bytes per token and rank, replaces gathering the logits. Backward needs no communication.
@@ -9,8 +9,8 @@ A model may cap its logits softly, `cap · tanh(logits / cap)`: both passes comp
 logits. The z-loss, `z_loss · Σ lse²`, keeps the softmax's divisor near 1, and needs no further number per token.
 
 `local_statistics` and `overwrite_with_gradient` are the two passes over memory, plain functions of tensors, so that
-`torch.compile` makes one kernel of each. Without it each of their operations stores float32, so they take ROWS tokens
-at a time.
+`torch.compile` makes one kernel of each. Without the compiler each of their operations stores a float32 tensor, so they
+take ROWS tokens at a time.
 
 Source: Chowdhery et al. 2022, "PaLM", section 5, for the z-loss; Gemma Team 2024, "Gemma 2", section 2, for the cap.
 """
@@ -27,20 +27,22 @@ from titanlite.kernels.collectives import Group, all_gather
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 ROWS = 256
-"""Tokens at a time in an eager pass over the logits: for 8B 0.4 GiB of float32, beside 4 GiB of logits."""
+"""Tokens at a time in an eager pass over the logits. For Llama-3 8B they take 0.4 GiB in float32, all logits 4 GiB."""
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
-    """Return float32 logits within ±softcap, or unchanged if it is 0."""
+    """Return float32 logits, capped softly to ±softcap; not capped if `softcap` is 0."""
     return softcap * (logits.float() / softcap).tanh() if softcap else logits.float()
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Reduce the columns of one rank, [M, V/tp], of which `first` is the first one's id.
+    """Reduce one rank's columns of the logits to two numbers per token.
 
     Args:
-        targets: [M] int64 in the whole vocabulary, or IGNORE_INDEX.
-        softcap: of the model's logits; 0: none.
+        logits: [M, V/tp].
+        targets: [M] int64, ids in the whole vocabulary, or IGNORE_INDEX.
+        first: id of the first column in the whole vocabulary.
+        softcap: cap of the logits; 0: none.
 
     Returns:
         Log-sum-exp over the columns, and the target's logit (0 if another rank owns it): [M] float32 each.
@@ -52,7 +54,7 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float
 
 
 def over_ranks(lse: Tensor, picked: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
-    """Combine the statistics of each rank's columns, [M] each, for the whole vocabulary; a collective."""
+    """Combine the ranks' results of `local_statistics`, [M] each, to those of the whole vocabulary. Collective."""
     if group is None:
         return lse, picked
     both = all_gather(torch.stack((lse, picked))[None], group)  # [tp, 2, M]
@@ -68,10 +70,10 @@ def overwrite_with_gradient(
     softcap: float = 0.0,
     z_loss: float = 0.0,
 ) -> None:
-    """Replace one rank's logits by the gradient of `scale · Σ (loss + z_loss · lse²)` with respect to them.
+    """Replace one rank's logits by the gradient of `scale · Σ (loss + z_loss · lse²)` with respect to these logits.
 
     Args:
-        logits, targets, first, softcap: as of `local_statistics`.
+        logits, targets, first, softcap: see `local_statistics`.
         lse: [M] float32 log-sum-exp over the whole vocabulary.
         scale: [] float32.
         z_loss: coefficient of the squares of `lse`.
@@ -87,7 +89,7 @@ def overwrite_with_gradient(
 
 
 def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
-    """Let a pass over the logits, `function`, take ROWS tokens at a time; all of logits without memory."""
+    """Make a pass over the logits, `function`, take ROWS tokens at a time, or all tokens at once of fake tensors."""
 
     def in_parts(logits: Tensor, *others: Any, **numbers: float) -> Any:
         parts = []
@@ -101,12 +103,12 @@ def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[.
 
 
 class CrossEntropy:
-    """Sum of the cross-entropy over all targets.
+    """Computes the sum of the cross-entropy over all targets.
 
     Args:
         group: the ranks that the vocabulary is split over, or None.
-        compile: compile the two memory passes.
-        softcap: of the model's logits; 0: none.
+        compile: whether to compile the two passes over the logits.
+        softcap: cap of the logits; 0: none.
         z_loss: coefficient of the z-loss.
     """
 
@@ -114,7 +116,7 @@ class CrossEntropy:
         self, group: Group | None = None, compile: bool = False, *, softcap: float = 0.0, z_loss: float = 0.0
     ) -> None:
         self.group, self.z_loss = group, z_loss
-        # Dynamic shapes would cost speed in the widest kernels of a step; M and V never change within a run.
+        # Dynamic shapes would make the widest kernels of a step slower; M and V never change within a run.
         made = partial(torch.compile, dynamic=False) if compile else by_rows
         self.statistics = partial(made(local_statistics), softcap=softcap)
         self.gradient = partial(made(overwrite_with_gradient), softcap=softcap, z_loss=z_loss)
@@ -128,13 +130,13 @@ class CrossEntropy:
     ) -> Tensor:
         """Sum the loss of all targets that are not IGNORE_INDEX.
 
-        The z-loss is not in the sum, but its gradient is in backward's, as if `z_loss · squares` had been added.
+        The sum does not include the z-loss, but the gradient in backward does, as if `z_loss · squares` were added.
 
         Args:
             logits: [M, V/tp].
             targets: [M] int64.
-            of_sequences: [B] float32; if given, the loss of each of the B sequences is added to it.
-            squares: [] float32; if given, the targets' squares of lse are added to it.
+            of_sequences: [B] float32; the loss of each of the B sequences is added to it. None: not computed.
+            squares: [] float32; the sum of lse² over all targets is added to it. None: not computed.
 
         Returns:
             [] float32, equal on all ranks of the group. Its backward can run once and overwrites `logits`.
