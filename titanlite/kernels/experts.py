@@ -1,7 +1,7 @@
-"""The experts of a layer: each token passes through the experts it chose, and their results are weighed and summed.
+"""The experts of a layer: each token is computed by the experts chosen for it, and their weighted results are summed.
 
-A row is one token at one of its experts: R = M·K rows for M tokens of K experts each, sorted by expert. Saved are x,
-each row's gate and up projections, and the routing; backward recomputes the rest:
+A row is one token at one of its experts: R = M·K rows for M tokens with K experts each, sorted by expert. Forward saves
+x, the gate and up projections a of each row, and the routing. Backward recomputes everything else:
 
     forward    a = x[token] W13ᵀ      h = swiglu(a)      o = h W2ᵀ      y = Σ weight · o, over the slots of a token
     backward   g = dy[token] W2       d_weight = g · h   dW2 = dy[token]ᵀ (weight · h)
@@ -29,11 +29,11 @@ from titanlite.kernels.token_exchange import Dispatch, Routing
 
 @operator("expert_gate", "expert_gate.launch_expert_gate")
 def expert_gate(a: Tensor, slots: Tensor) -> Tensor:
-    """Return `swiglu` of each row, zeros in rows without a token, as `gather_rows` leaves them.
+    """Return `swiglu` of each row, and zeros in rows without a token.
 
     Args:
-        a: [R, 2F], blocks of 128 columns of gate and up in turn.
-        slots: [R] int32, each row's slot, m·K + k; -1: without a token.
+        a: [R, 2F], alternating blocks of 128 columns of gate and up.
+        slots: [R] int32, m·K + k for a row that is token m at its k-th expert; -1: no token.
 
     Returns:
         [R, F] in `a.dtype`.
@@ -43,16 +43,16 @@ def expert_gate(a: Tensor, slots: Tensor) -> Tensor:
 
 @operator("expert_gate_grad", "expert_gate.launch_expert_gate_grad")
 def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of `expert_gate` times weights, and by-products.
+    """Differentiate `expert_gate(a, slots)` times the router's weights, and return this product, too.
 
     Args:
-        grad: [R, F], of the weighed result.
+        grad: [R, F], gradient of the weighted results.
         a: [R, 2F].
-        weights: [M, K] float32.
-        slots: as of `expert_gate`.
+        weights: [M, K] float32, of each token's experts.
+        slots: see `expert_gate`.
 
     Returns:
-        The gradient of a, [R, 2F] in its dtype; the weighed results, [R, F], both zeros in rows without a token; and
+        The gradient of `a`, [R, 2F] in its dtype; the weighted results, [R, F], both zeros in rows without a token; and
         the gradient of the weights, [M, K], zeros for a slot without a row.
     """
     is_row, at = slots >= 0, slots.clamp(min=0).long()
@@ -67,7 +67,7 @@ def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) ->
 
 @operator("expert_gate_cast", "expert_gate.launch_expert_gate_cast")
 def expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast `expert_gate` to float8, each row by a power of two of its own; bytes [R, F] and inverse scales [R, 1]."""
+    """Cast `expert_gate` to float8, each row by its own power of two. Return bytes [R, F] and inverse scales [R, 1]."""
     return cast_rows.definition(expert_gate.definition(a, slots), dtype)
 
 
@@ -75,48 +75,49 @@ def expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tens
 def expert_gate_grad_cast(
     grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cast what `expert_gate_grad` returns, each row by a power of two of its own; the results are not weighed.
+    """Cast the gradient of `a` from `expert_gate_grad`, and `expert_gate(a, slots)`, each row by its own power of two.
 
     Args:
-        grad, a, weights, slots: as of `expert_gate_grad`.
+        grad, a, weights, slots: see `expert_gate_grad`.
         dtype: float8.
 
     Returns:
-        Bytes [R, 2F] of the gradient of a, and their inverse scales, [R, 1] float32; the same of the results, [R, F],
-        bitwise equal to `expert_gate_cast`; and the gradient of the weights, [M, K].
+        Bytes [R, 2F] of the gradient of `a`, and their inverse scales, [R, 1] float32; bytes [R, F] and inverse scales
+        of `expert_gate(a, slots)`, bitwise equal to `expert_gate_cast`; and the gradient of the weights, [M, K].
     """
     d_a, _, d_weights = expert_gate_grad.definition(grad, a, weights, slots)
     return *cast_rows.definition(d_a, dtype), *expert_gate_cast.definition(a, slots, dtype), d_weights
 
 
 class PlainExperts:
-    """The experts of a layer in their operands' dtype: all of them or, with a group, those that this rank has.
+    """Computes a layer's E experts in the dtype of the operands: all of them or, with a group, this rank's share.
 
-    Tokens travel, weights do not: for the same tokens, results and gradients have the same bits on any number of ranks.
-    A weight's gradient includes the tokens of all ranks. Memory suffices for a router that sends every token of every
-    rank here, P·M·K rows: no token is dropped.
+    Tokens are sent to the ranks of their experts. For equal tokens, results and gradients have the same bits on any
+    number of ranks. A weight's gradient includes the tokens of all ranks. No token is dropped: memory suffices for
+    P·M·K rows, for the case that every choice of all ranks' tokens is an expert of this rank.
 
     Args:
-        group: the P ranks, rank p with the E/P experts from p·E/P on; None: all experts are here.
+        group: the P ranks; rank p holds the E/P experts from p·E/P on. None: this rank holds all experts.
     """
 
     def __init__(self, group: Group | None = None) -> None:
         self.group = group
 
     def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
-        """Send each token through its experts; called by all ranks of the group, with as many tokens on each.
+        """Compute the experts of each token, and sum their weighted results. Collective, with equal M on all ranks.
 
         Args:
             x: [M, D].
-            weights: [M, K] float32, of a token's experts.
-            choices: [M, K] int32, their numbers.
-            w13: [E/P·2F, D], of each expert here in turn, blocks of 128 rows of gate and up in turn.
-            w2: [E/P·D, F], of each expert here in turn.
+            weights: [M, K] float32, the weights of each token's experts.
+            choices: [M, K] int32, the numbers of each token's experts.
+            w13: [E/P·2F, D], gate and up weights of this rank's experts one after the other, in alternating blocks of
+                128 rows.
+            w2: [E/P·D, F], down weights of this rank's experts, one after the other.
             n_experts: E.
 
         Returns:
-            [M, D] in `x.dtype`: for each token the sum of its experts' results, each rounded, times their weights, in
-            the order of the slots, in float32.
+            [M, D] in `x.dtype`. Each expert's result is rounded; weighted results are summed in float32, in the order
+            of the token's choices.
         """
         group = () if self.group is None else self.group
         here = n_experts // (1 if self.group is None else self.group.size)

@@ -1,7 +1,7 @@
 """Attention to documents and windows by torch's FlexAttention, where FlashAttention-4 is not available.
 
-It has about half the speed (docs/performance.md), and compiles for each shape. Its block mask is computed at each call,
-from `starts`, on the device.
+FlexAttention is about half as fast (docs/performance.md), and is compiled for each shape. Its block mask is computed at
+each call on the device, from `starts`.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-"""The dispatch keys outside of any mode. The first call of a compiled block checks operators' results in a mode that
-hides vmap and autograd from operators, and FlexAttention needs both."""
+"""torch's dispatch keys outside of any mode, with which each call runs. The first call of a compiled block checks
+operators' results in a mode that hides vmap and autograd from operators, and FlexAttention needs both."""
 _MOST_SHAPES = 64
-"""Most compilations: for layers with and without a window, in training, evaluation and each stage of the data."""
+"""Maximum number of compilations. Layers with and without a window need one each for training, evaluation and each
+stage of the data."""
 
 
 @cache
@@ -33,7 +34,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def attend_flexibly(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, places: Tensor | None, longest: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend as the operator of `kernels/attention.py` does."""
+    """Return the attention of queries and their log-sum-exps, as the operator of `kernels/attention.py` does."""
     with torch._C._ForceDispatchKeyGuard(*_KEYS):
         out, aux = _flex(*_in_blocks(q, k, v, starts, places, longest, window), return_aux=AuxRequest(lse=True))
     sums = aux.lse.contiguous() if starts is None else aux.lse.transpose(0, 1).flatten(1).t()
@@ -41,7 +42,7 @@ def attend_flexibly(
 
 
 def flexible_grad(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, `given` as to `attend_flexibly`; recomputes the result."""
+    """Recompute the attention, and return the gradients of q, k and v. `given`: arguments of `attend_flexibly`."""
     with torch._C._ForceDispatchKeyGuard(*_KEYS), torch.enable_grad():
         in_rows, mask = _in_blocks(*given)
         out = _flex([x.requires_grad_() for x in in_rows], mask)
@@ -57,11 +58,11 @@ def _flex(in_rows: list[Tensor], mask: BlockMask, **asked: Any) -> Any:
 def _in_blocks(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, places: Tensor | None, longest: int, window: int
 ) -> tuple[list[Tensor], BlockMask]:
-    """View queries, keys and values in rows; and what queries see."""
+    """View queries, keys and values as [B, heads, S, E], and make the block mask of the keys that each query sees."""
     queries, S = (longest, longest) if places is None else (len(q), len(k))
     in_rows = [_in_rows(t.detach(), n) for t, n in ((q, queries), (k, S), (v, S))]
     B = len(in_rows[0])
-    begins = None if starts is None else starts.unflatten(0, (B, queries))  # places among all tokens
+    begins = None if starts is None else starts.unflatten(0, (B, queries))  # indices among all tokens
 
     def is_seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         token = query if places is None else places[query]
@@ -79,5 +80,5 @@ def _in_rows(x: Tensor, longest: int) -> Tensor:
 
 
 def _packed_rows(x: Tensor) -> Tensor:
-    """[B, heads, S, E] → [M, heads, E], contiguous."""
+    """Invert `_in_rows`: [B, heads, S, E] → [M, heads, E], contiguous."""
     return x.transpose(1, 2).flatten(0, 1).contiguous()

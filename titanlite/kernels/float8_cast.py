@@ -1,8 +1,9 @@
-"""Float8 casts that compilers do badly, such as transposing ones, or that are outside of compiled graphs.
+"""Float8 casts that are outside of compiled graphs, or that compilers make slow, such as casts with a transpose.
 
-Hopper multiplies float8 along rows only, so both operands of a weight-gradient GEMM need tokens along their rows: one
-is cast that way, the other was cast before and is transposed. Compilers write such a transpose byte by byte; the
-kernels here write 128 bytes together (`titanlite/kernels/device/float8_cast.py`).
+Hopper multiplies float8 matrices only along their rows, so both operands of a weight-gradient GEMM need the tokens
+along their rows. One operand is transposed while it is cast; the other has been cast before, and its bytes are
+transposed. Compilers write a transpose byte by byte. The kernels here write 128 bytes together
+(`titanlite/kernels/device/float8_cast.py`).
 """
 
 import torch
@@ -26,11 +27,11 @@ def cast_transpose(
 
     Args:
         x: [M, K], bfloat16, float16, float32 or float8; rows contiguous.
-        factors: [M, 1] float32, one for each row of `x`.
-        by_column: whether each of x's columns has a scale; one for all otherwise.
+        factors: [M, 1] float32, one for each row of `x`, or for each of the `sources`.
+        by_column: whether each column of `x` has its own scale; otherwise one scale is for all.
         dtype: float8.
         pow2: round scales down to a power of two.
-        after, sources: as of `transpose`; each source has a factor.
+        after, sources: see `transpose`.
 
     Returns:
         Bytes [K, M], contiguous; and their inverse scales, [K, 1] or [] float32.
@@ -46,8 +47,8 @@ def transpose(x: Tensor, after: Tensor | None = None, sources: Tensor | None = N
 
     Args:
         x: [M, K] float8, contiguous.
-        after: a tensor that must be computed before, and is not read: for a weight, a gradient. Without it a compiler
-            might transpose the weight in forward, and keep it until backward although FSDP gathers it again.
+        after: a tensor that must be computed first; it is not read. A weight is transposed after a gradient: otherwise
+            a compiler might do so in forward, and keep the result until backward, although FSDP gathers anew.
         sources: [M'] int32, the row of x for each column of the result; -1: zeros. None: all rows in order.
 
     Returns:
@@ -62,7 +63,7 @@ def _named_rows(x: Tensor, sources: Tensor) -> Tensor:
 
 @operator("cast_rows", "float8_cast.launch_cast_rows")
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast each row by a power of two of its own.
+    """Cast each row to float8, scaled by its own power of two.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; contiguous.
@@ -77,7 +78,7 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @operator("cast_by", "float8_cast.launch_cast_by")
 def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast `x · scale`, [M, K], by a known scale, [] float32. Arguments as of `cast_rows`."""
+    """Cast `x · scale`, [M, K], to float8, where `scale`, [] float32, is known. For `x` see `cast_rows`."""
     return cast_to(x, scale, dtype).contiguous()
 
 
@@ -85,19 +86,19 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_blocks(
     x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast a matrix and its transpose by blocks, reading it once.
+    """Cast a matrix and its transpose to float8, with a scale per block. The matrix is read once.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; M and K are multiples of 128, rows contiguous.
-        rows: of a block of `x`, 1 or 128; it has 128 columns. 0: no cast.
-        rows_transposed: the same for its transpose.
+        rows: rows of a block of `x`, 1 or 128; a block has 128 columns. 0: `x` itself is not cast.
+        rows_transposed: rows of a block of the transpose, 1 or 128. 0: the transpose is not cast.
         dtype: float8.
         pow2: round scales down to a power of two.
-        after: as for `transpose`.
+        after: see `transpose`.
 
     Returns:
-        Bytes [M, K], and their inverse scales, [M/rows, K/128] float32; both again for the transpose; without a cast,
-        empty tensors. Scales of blocks of one row are contiguous along their columns, the layout of cuBLASLt.
+        Bytes [M, K] and inverse scales [M/rows, K/128] float32; then bytes and inverse scales of the transpose. The
+        results of a cast that is not made are empty. Scales of blocks of one row have contiguous columns, for cuBLASLt.
     """
 
     def one(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:

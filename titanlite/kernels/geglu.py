@@ -10,6 +10,6 @@ from titanlite.kernels.swiglu import gate_and_up
 
 
 def geglu(x: Tensor) -> Tensor:
-    """Return `gelu(gate) * up` [M, F] in `x.dtype`, formed in float32; arguments as of `swiglu`."""
+    """Return `gelu(gate) * up` [M, F] in `x.dtype`, computed in float32. `x` is laid out as for `swiglu`."""
     gate, up = gate_and_up(x)
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype).flatten(-2)

@@ -1,9 +1,10 @@
-"""Products of groups of rows, each with a weight of its own, for experts; the rows of a group are contiguous.
+"""Products of groups of rows with one weight per group, for experts. The rows of a group are contiguous.
 
     rows of a     | 0 0 0 0 0 | 1 1 | 3 3 3 3 |      offsets 0, 5, 7, 7, 11: group 2 has none
 
-The groups' sizes are data: shapes do not depend on them, nothing is recompiled, and the host need not know them. Rows
-behind the last group belong to none: a product is undefined there, and a weight's gradient needs finite numbers there.
+The groups' sizes are data on the device: no shape depends on them, so that nothing is recompiled and the host does not
+wait. Rows after the last group belong to no group. Products are undefined in these rows. For a weight's gradient, these
+rows of the operands must be finite.
 """
 
 import math
@@ -20,8 +21,8 @@ from titanlite.kernels.products import KERNEL_DTYPES
 
 
 def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) -> str:
-    """Name the implementation: "grouped_matmul" on Hopper; "loop" elsewhere and for other dtypes or widths, N and K: a
-    product for each group, after the host has waited to know the groups."""
+    """Name the implementation: "grouped_matmul", a kernel for Hopper, KERNEL_DTYPES and `widths`, N and K, divisible by
+    128; or "loop", one matmul per group after the host has waited for the groups' sizes."""
     is_taken = dtype in KERNEL_DTYPES and not any(n % 128 for n in widths)
     return "grouped_matmul" if is_taken and device.capability == (9, 0) else "loop"
 
@@ -35,19 +36,19 @@ def _is_loop(left: Tensor, right: Tensor, *_: Any) -> bool:
 
 
 def _grouped_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
-    """Count every row, also rows of no group."""
+    """Count the operations for every row, also for rows of no group."""
     R, K = left_shape
     return 2 * R * K * right_shape[1]
 
 
 @operator("grouped_matmul", "grouped_matmul.launch_grouped_matmul", unless=_is_loop, flops=_grouped_flops)
 def grouped_matmul(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply the rows of each group with the group's weight, summed in float32 (float64's in float64), rounded once.
+    """Multiply the rows of each group with the group's weight. Sums are in float32 (float64 for float64), rounded once.
 
     Args:
         a: [R, K].
-        weight: [G, N, K], the last two dims in either order in memory.
-        offsets: [G + 1] int32: group g has the rows from offsets[g] to offsets[g + 1]; the first is 0.
+        weight: [G, N, K], the last two dims in any order in memory.
+        offsets: [G + 1] int32: group g has the rows from offsets[g] to offsets[g + 1]; offsets[0] is 0.
 
     Returns:
         [R, N] in `a.dtype`.
@@ -63,9 +64,9 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """Return the gradient of each group's weight, zeros for a group without rows.
 
     Args:
-        grad: [R, N], of the product.
-        x: [R, K], the product's operand.
-        offsets: as of `grouped_matmul`.
+        grad: [R, N], gradient of the product.
+        x: [R, K], left operand of the product.
+        offsets: see `grouped_matmul`.
 
     Returns:
         [G, N, K] in `x.dtype`.
@@ -90,11 +91,11 @@ def scaled_grouped_matmul(
 
     Args:
         a: [R, K] float8.
-        weight: [G, N, K] float8, rows contiguous; groups are stacked, or side by side.
-        scale_inv, weight_scale_inv: float32, [R, 1] of the rows of `a`, and [G, N], or [1, N] for all groups.
-        offsets: as of `grouped_matmul`.
+        weight: [G, N, K] float8, rows contiguous; in memory the groups are stacked, or side by side.
+        scale_inv, weight_scale_inv: inverse scales, float32: [R, 1], and [G, N], or [1, N] for all groups.
+        offsets: see `grouped_matmul`.
         out_dtype: of the result.
-        fast_accum: sums may be left to tensor cores, which keep about 14 bits.
+        fast_accum: let tensor cores accumulate, with about 14 bits.
 
     Returns:
         [R, N].
@@ -121,14 +122,14 @@ def scaled_grouped_gradient(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Return the gradient of each group's weight from both operands in float8, transposed; zeros without rows.
+    """Return the gradient of each group's weight from transposed float8 operands; zeros for a group without rows.
 
     Args:
-        grad: [N, R] float8, contiguous, of the product.
-        x: [K, R] float8, contiguous, the product's operand.
-        grad_scale_inv, x_scale_inv: [N, 1] and [K, 1] float32; None: 1.
-        offsets: as of `grouped_matmul`, multiples of 16: TMA loads from there (`aligned_rows`).
-        out_dtype, fast_accum: as of `scaled_grouped_matmul`.
+        grad: [N, R] float8, contiguous: transposed gradient of the product.
+        x: [K, R] float8, contiguous: transposed left operand of the product.
+        grad_scale_inv, x_scale_inv: inverse scales, [N, 1] and [K, 1] float32; None: 1.
+        offsets: see `grouped_matmul`; multiples of 16, as TMA requires (`aligned_rows`).
+        out_dtype, fast_accum: see `scaled_grouped_matmul`.
 
     Returns:
         [G, N, K].
@@ -142,7 +143,7 @@ def scaled_grouped_gradient(
 
 
 def _groups_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield each group that has rows, and these; none on the meta device, which has no numbers."""
+    """Yield each group that has rows, and the range of its rows. On the meta device sizes are not known: yield none."""
     if offsets.is_meta:
         return
     ends = offsets.tolist()

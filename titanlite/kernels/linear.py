@@ -1,7 +1,7 @@
-"""A linear layer's products, with the communication that tensor parallelism puts around them.
+"""A linear layer's product, with the collective that tensor parallelism needs before or after it.
 
-All of it is in one function, so that a fused collective matmul, or another arithmetic, takes its place without a change
-of any model: gather → matmul is column-parallel, matmul → scatter is row-parallel.
+One function does both, so that a fused collective matmul or another arithmetic can replace them without a change to any
+model. Gather → matmul is column-parallel, matmul → scatter is row-parallel.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ FUSED_LINEAR = FusedMatmul(
     lambda x, w, group: all_gather_matmul(x, [w.t()], 0, len(x) * group.size, group.name)[1],
     lambda x, w, group: matmul_reduce_scatter([x], [w.t()], 0, group.name),
 )
-"""The fused matmul in the dtype of its operands."""
+"""Fused matmuls that compute in the dtype of their operands."""
 
 
 def linear(
@@ -48,14 +48,14 @@ def linear(
         weight: [N, K], this rank's part.
         gather: the ranks whose tokens are gathered first (column-parallel).
         scatter: the ranks over which partial sums are reduced and tokens scattered (row-parallel).
-        matmul: the arithmetic.
-        fused: computes matmul and collective, instead of `matmul`; only with one collective.
+        matmul: computes the product.
+        fused: computes product and collective in place of `matmul`; needs exactly one of `gather` and `scatter`.
 
     Returns:
         [M, N], or [M/tp, N] with `scatter`.
 
     Raises:
-        ValueError: `fused` with no collective or both.
+        ValueError: `fused` with neither `gather` nor `scatter`, or with both.
     """
     if fused is not None and (gather is None) == (scatter is None):
         raise ValueError(f"linear: fused with gather {gather}, scatter {scatter}; want one of the two")

@@ -1,11 +1,11 @@
-"""The choice of what runs a collective matmul on a GPU, and the record of it.
+"""Choose whether a collective matmul on a GPU runs as a fused kernel or as its definition, and count the choices.
 
-The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks compare when a call is new, on
-the group, and on the GPUs of all its ranks. Choices are counted by shape, for the receipt.
+All ranks of a group make the same choice. It depends on shapes and dtypes, which ranks compare at the first call of a
+kind, on the group, and on the GPUs of all its ranks. Choices are counted by shape, for the receipt.
 
-`MatmulOperator._choose` decides. A call is not fused because of the GPUs (`no_peer_access`), its shapes and dtypes
-(`unsupported`), or ranks that differ (`agree`). `parallel/tensor.py::ParallelLinear.fused` decides whether a layer
-makes such calls at all.
+`MatmulOperator._choose` decides. The reason not to fuse a call can be the GPUs (`no_peer_access`), its shapes and
+dtypes (`unsupported`), or a difference between ranks (`agree`). `parallel/tensor.py::ParallelLinear.fused` decides
+whether a layer calls collective matmuls at all.
 """
 
 import functools
@@ -30,21 +30,21 @@ C = TypeVar("C", GatherCall, ScatterCall)
 
 
 class Lowered(NamedTuple):
-    """The way that one operator ran."""
+    """A collective matmul by operator and shapes, and the reason why it was not fused, if so."""
 
     op: str  # "all_gather_matmul" or "matmul_reduce_scatter"
-    shapes: str  # of its operands
-    reason: str | None = None  # why it was not fused, or None
+    shapes: str  # of the operands
+    reason: str | None = None  # why it was not fused; None: it was fused
     expected: bool = False  # rightly not fused: there was nothing to fuse, or fusing is slower
 
 
 lowered: Counter[Lowered] = Counter()
-"""All collective matmuls that this process has run on its GPU."""
+"""Number of calls of each collective matmul that this process has run on its GPU."""
 
 _logger = logging.getLogger(__name__)
 
 implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
-"""Cache of validated calls: key → (counter, implementation)."""
+"""Implementations of validated calls: key → (key in `lowered`, implementation)."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class MatmulOperator(Generic[C]):
     name: str
     schema: str  # the operator's signature
     call: Callable[..., C]  # the operator's arguments → one value
-    mistakes: Callable[[C], Iterator[str]]  # of operands that do not fit: which would, the first one first
-    plain: Callable[[C], Any]  # the definition, of a call that was checked
-    in_words: Callable[[C], str]  # all that must be equal on all ranks, and no more: a call is new to all or to none
-    shapes: Callable[[C], tuple[str, str]]  # of operands that may differ between ranks; to count calls by
-    unsupported: Callable[[C, int], str | None]  # (call, ranks) → why it is not to be fused, or None
+    mistakes: Callable[[C], Iterator[str]]  # messages about operands that do not fit, the most basic one first
+    plain: Callable[[C], Any]  # the definition in plain torch, for calls that were checked
+    in_words: Callable[[C], str]  # describes exactly what must be equal on all ranks: a call is new to all or to none
+    shapes: Callable[[C], tuple[str, str]]  # of operands that may differ between ranks; and of all, to count calls
+    unsupported: Callable[[C, int], str | None]  # (call, ranks) → the reason not to fuse the call, or None
     plan: Callable[[C, Group], Any]  # plans the kernels of calls with these shapes, dtypes and strides
     launch: Callable[[Any, C], Any]  # (plan, call) → results
     save: Callable[[Any, C, Any], None]  # (ctx, call, results), see `operators.differentiate`
@@ -66,7 +66,7 @@ class MatmulOperator(Generic[C]):
     flops: Callable[..., int]  # see `operators.operator`
 
     def register(self) -> None:
-        """Make the operator, with its gradient."""
+        """Register the operator and its gradient with torch."""
         op = operator(self.name, self._on_gpus, self.schema, flops=self.flops)(self._definition)
         differentiate(
             op,
@@ -98,11 +98,11 @@ class MatmulOperator(Generic[C]):
         return run(call)
 
     def lowered_as(self, call: C, reason: str | None) -> Lowered:
-        """Return the receipt's row for a call that is fused, or is not for a reason."""
+        """Return the key in `lowered` of a call that is not fused for `reason`; of a fused call if it is None."""
         return Lowered(self.name, self.shapes(call)[1], reason, reason in EXPECTED)
 
     def _choose(self, call: C) -> tuple[Lowered, Callable[[C], Any]]:
-        """Validate a new call, and choose with all ranks what runs it; rank 0 warns if it should have been fused."""
+        """Validate a new call, and choose its implementation with all ranks. Rank 0 warns of an unexpected reason."""
         self._check(call)
         own, _ = self.shapes(call)
         group = named_group(call.group)
@@ -120,25 +120,25 @@ _agreed: dict[tuple[dist.ProcessGroup, str, str, str], str | None] = {}
 
 
 def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str | None:
-    """Decide with all ranks of a group whether a call is fused, when the first of its kind comes; a collective.
+    """Decide with all ranks of a group whether calls of a kind are fused. Collective at the first call of the kind.
 
-    Ranks that move different shapes would wait for each other in vain, or read each other's memory by different maps.
-    The operand that does not move may differ, as a weight that does not divide evenly; then no rank uses kernels. One
-    case is not covered: if some ranks have had a call of the same shapes before, and others have not, the former do not
-    ask again, and the latter wait until the group's timeout.
+    Ranks that send different shapes would wait for each other in vain, or read the wrong places of each other's memory.
+    Operands that are not sent may differ, such as a weight that does not divide evenly; then no rank uses kernels. One
+    case is not covered: if only some ranks have had a call of these shapes before, they do not communicate again, and
+    the other ranks wait for them until the group's timeout.
 
     Args:
         op, group: names of the operator and of the process group.
-        what: all that must be equal on all ranks, and no more, in words: a call is new to all or to none.
-        own: shapes of the operands that may differ.
-        reason: why this rank cannot fuse it, or None.
+        what: describes exactly what must be equal on all ranks, so that a call is new to all or to none.
+        own: shapes of this rank's operands that may differ between ranks.
+        reason: why this rank cannot fuse the call, or None.
 
     Returns:
-        Why no rank fuses it, or None.
+        The reason why no rank fuses the call, or None.
 
     Raises:
-        ValueError: on every rank, if two ranks are in different calls.
-        RuntimeError: a new call while a CUDA graph is captured.
+        ValueError: the ranks' calls differ; every rank raises it.
+        RuntimeError: the call is new, and a CUDA graph is captured.
     """
     process_group = process_group_of(group)
     key = process_group, op, what, own
@@ -162,7 +162,7 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
 
 
 def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
-    """Gather an object of each rank of a group; a collective."""
+    """Gather one object from each rank of a group, in the order of ranks. Collective."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a collective matmul that is new to the ranks, while a CUDA graph is captured: they have to talk about it "
@@ -174,10 +174,10 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
 
 
 def no_shared_memory(group: str, operator: int, n_slots: int, device: Device | None = None) -> str | None:
-    """Return why the ranks of a group cannot share memory for a use, or None; a collective, once.
+    """Return the reason why the ranks of a group cannot use symmetric memory, or None. Collective on the first call.
 
-    They try it if nothing else is in the way, since the system may not allow it. The use is described as of
-    `device.channel.channel`; `device` is built for, None: this process's.
+    If nothing else prevents it, the ranks try to allocate it, since the system may refuse. For `operator` and `n_slots`
+    see `device.channel.channel`. `device` is the device that the run is built for; None: this process's GPU.
     """
     process_group = process_group_of(group)
     if device is not None and device.is_named:
@@ -192,7 +192,7 @@ def _try_to_share(process_group: dist.ProcessGroup, group: str, operator: int, n
     reason = None
     try:
         channel(group, operator, n_slots)
-    except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
+    except (torch.OutOfMemoryError, dist.DistError):  # no refusal by the system
         raise
     except RuntimeError as error:
         reason = f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}"
@@ -200,7 +200,7 @@ def _try_to_share(process_group: dist.ProcessGroup, group: str, operator: int, n
 
 
 def no_peer_access(group: str) -> str | None:
-    """Return why the ranks of a group cannot read each other's memory, or None; a collective, once."""
+    """Return why the ranks of a group cannot read each other's memory, or None. Collective on the first call."""
     return _ask_peers(process_group_of(group))
 
 

@@ -1,9 +1,9 @@
-"""Matmul → reduce-scatter: the sum over ranks of products, of which each rank keeps its part.
+"""Matmul → reduce-scatter: products are summed over the ranks, and each rank keeps its chunk of the sum.
 
 Several products are summed before they are reduced, so that the gradients of projections that share an input (q, k, v;
-gate and up) cost one reduce-scatter. The definition below multiplies, then reduces. On GPUs with peer access, tiles
-leave for their owner as soon as they are computed, and the owner adds all ranks' tiles in float32, in rank order, so
-that two runs give the same bits (`titanlite/kernels/device/`).
+gate and up) cost one reduce-scatter. The definition below multiplies, then reduces. On GPUs with peer access, a kernel
+sends each tile to its owner as soon as it is computed, and the owner adds all ranks' tiles in float32, in rank order,
+so that two runs give the same bits (`titanlite/kernels/device/`).
 """
 
 import math
@@ -45,23 +45,23 @@ def matmul_reduce_scatter(
 
     Args:
         lefts: […, K_i] each, equal except for K_i; 2-D to 4-D, any strides. Any float dtype, float8 too.
-        rights: [K_i, N] each, any strides; `lefts`' dtype, or another float8 dtype.
-        dim: of the sum, along which it is scattered; may be the last, N. Rank r keeps rows r·⌈size/ranks⌉ up to
+        rights: [K_i, N] each, any strides; in the dtype of `lefts`; float8 dtypes may be mixed.
+        dim: the dim of the sum that is scattered; may be the last, N. Rank r keeps its indices r·⌈size/ranks⌉ up to
             (r+1)·⌈size/ranks⌉.
         group: name of the process group.
         bias: [N] or, if N is scattered, this rank's part of it; any dtype; added once, after the sum over the ranks.
-        left_scales: float8 only, float32: [] or […, 1] each.
-        right_scales: float8 only, float32: [] or [1, N] each.
-        out_dtype: of the result: `lefts`' by default, and bfloat16 for float8.
-        fast_accum: float8 only: sums over K may be left to tensor cores, which keep about 14 bits; otherwise they are
-            added in float32 every 128 products.
+        left_scales: float8 only: inverse scales of `lefts`, float32, [] or […, 1] each.
+        right_scales: float8 only: inverse scales of `rights`, float32, [] or [1, N] each.
+        out_dtype: dtype of the result; None: the dtype of `lefts`, or bfloat16 for float8.
+        fast_accum: float8 only: let tensor cores accumulate over K with about 14 bits. Otherwise partial sums are added
+            in float32 every 128 products.
 
     Returns:
-        The product's shape with `dim` cut to this rank's chunk; contiguous.
+        This rank's chunk of the sum along `dim`; contiguous.
 
     Raises:
-        ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
-            dtypes that differ between the ranks.
+        ValueError: operands do not fit each other; or shapes or dtypes differ between the ranks, which GPUs check at
+            the first call of its kind.
     """
     return torch.ops.titanlite.matmul_reduce_scatter.default(
         list(lefts), list(rights), dim, group, bias, list(left_scales), list(right_scales), out_dtype, fast_accum
@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
 
 
 def _multiply_and_scatter(call: ScatterCall) -> Tensor:
-    """Compute the definition."""
+    """Multiply, then reduce and scatter: the operator's definition in plain torch."""
     lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum = call
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
     if len(lefts) == 1:
@@ -86,7 +86,7 @@ def _multiply_and_scatter(call: ScatterCall) -> Tensor:
 
 
 def _mistakes_of_scatter(call: ScatterCall) -> Iterator[str]:
-    """Say of operands that do not fit which would; what comes later relies on what came before."""
+    """Yield a message for each mistake in the arguments. Later checks assume that the earlier ones passed."""
     lefts, rights, dim, group, bias, left_scales, right_scales, *_ = call
     if not lefts or len(lefts) != len(rights):
         yield f"{len(lefts)} lefts and {len(rights)} rights; want as many of each, at least one"
@@ -141,11 +141,11 @@ def _scatter_backward(ctx, grads):
         raise NotImplementedError(
             "matmul_reduce_scatter: float8 operands have no gradient; the caller defines backward's casts"
         )
-    saved = ctx.saved_tensors  # once: checkpointing gives them once
+    saved = ctx.saved_tensors  # read once: checkpointing allows no second time
     lefts, rights = saved[: ctx.n], saved[ctx.n :]
     needs_left, needs_right = ctx.needs[: ctx.n], ctx.needs[ctx.n : 2 * ctx.n]
     wanted = [i for i in range(ctx.n) if needs_left[i]]
-    narrow = grad.to(lefts[0].dtype)  # operands of a matmul have one dtype, from which the sum's may differ
+    narrow = grad.to(lefts[0].dtype)  # a matmul's operands need one dtype, `out_dtype` may be another
     gathered, *products = all_gather_matmul(narrow, [rights[i].t() for i in wanted], ctx.dim, ctx.size, ctx.group)
     d_lefts: list[Tensor | None] = [None] * ctx.n
     for i, d_left in zip(wanted, products, strict=True):
@@ -156,7 +156,7 @@ def _scatter_backward(ctx, grads):
     ]
     if ctx.bias_dtype is None:
         return *d_lefts, *d_rights
-    # A bias added to one rank's rows gets the gradient of these rows.
+    # This rank's bias was added to its chunk only, so its gradient is the sum over this chunk.
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 

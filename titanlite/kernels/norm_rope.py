@@ -1,10 +1,10 @@
-"""Queries and keys of a fused projection, normalised head by head and rotated; values unchanged.
+"""Split a fused projection into queries, keys and values; normalise queries and keys head by head, and rotate them.
 
-Forward and backward are one pass over memory each; backward writes the gradient of the whole projection. A compiler
+Forward and backward are one pass over memory each, and backward writes the gradient of the whole projection. A compiler
 reads queries twice to normalise them, and takes one more pass for each gradient (docs/performance.md). A head is
 rounded once, after its rotation.
 
-Source: `rms_norm.py` and `rope.py`, which are the definition.
+Source: `rms_norm.py` and `rope.py`, which define the two operations.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ from titanlite.kernels.rope import heads, rope
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take queries, keys and values out of a projection, and normalise and rotate the first two.
+    """Split a projection into queries, keys and values, and normalise and rotate queries and keys.
 
     Args:
-        qkv, cos, sin, queries_per_kv: as of `rope.rotated_heads`, and so are the results.
+        qkv, cos, sin, queries_per_kv: see `rope.rotated_heads`, which also describes the results.
         q_weight: [E], scale of normalised queries.
         k_weight: [E], scale of normalised keys.
         eps: added to the mean square.
@@ -47,7 +47,7 @@ class _NormRope(torch.autograd.Function):
         return *torch.ops.titanlite.norm_rope_grad(*grads, *given), None, None, None, None
 
 
-# By heads: each key and value with all of its queries.
+# Tensor-parallel ranks split the heads: a key head with all of its query heads.
 @operator("norm_rope", "norm_rope.launch_norm_rope", splits=(Split((1, None, None, None, None), 1),))
 def _normed_and_rotated(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
@@ -70,7 +70,7 @@ def _heads_grad(
     queries_per_kv: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `qkv` and of both weights."""
+    """Return the gradients of `qkv` and of both weights, from those of queries, keys and values."""
     q, k, _ = heads(qkv, queries_per_kv, 2 * cos.shape[1])
     parts: list[Tensor] = []
     of_weights: list[Tensor] = []

@@ -1,7 +1,8 @@
-"""titanlite's operators: how a function in plain torch becomes one, and the sharding rules beside them.
+"""Make torch operators of functions in plain torch, and record their sharding rules.
 
-An operator has a definition, which runs on every device (on the meta device too, where compilers ask for the shapes of
-results), and a launcher for GPUs. It is registered by hand: the wrappers of `custom_op` take longer than a launch.
+An operator has a definition, which runs on every device (on the meta device too, where compilers find the shapes of
+results), and a launcher for GPUs. Operators are registered without `custom_op`, whose wrappers take longer than a
+kernel launch.
 """
 
 import functools
@@ -20,9 +21,9 @@ _library = torch.library.Library("titanlite", "FRAGMENT")
 
 
 class Operator(Protocol[P, R]):
-    """An operator, called as its definition."""
+    """An operator, which takes the arguments of its definition."""
 
-    definition: Callable[P, R]  # what the device code is held against
+    definition: Callable[P, R]  # in plain torch; tests compare the device code with it
     on_gpus: Callable[..., R]
     sends: "Sends | None"
 
@@ -33,26 +34,26 @@ class Sent(NamedTuple):
     """The bytes that a rank sends in one collective inside an operator."""
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
-    n_bytes: int  # to other ranks
+    n_bytes: int  # sent to other ranks
 
 
 Sends = Callable[..., "list[Sent] | None"]
-"""(device that the run is built for, *arguments of the operator) → what it sends; None: as much as its definition."""
+"""(device that the run is built for, *arguments of the operator) → its collectives; None: those of its definition."""
 
 
 class Split(NamedTuple):
-    """One way to compute parts of an operator's results from parts of its inputs, on each rank alone.
+    """A sharding rule: each rank can compute its part of an operator's results from its parts of the inputs alone.
 
-    It serves calls with as many tensors as `inputs`: an argument that may be None needs a second split.
+    A rule holds for calls with as many tensors as `inputs` has entries: an argument that may be None needs two rules.
     """
 
-    inputs: tuple[int | None, ...]  # the dim by which each tensor is split; None for one that every rank has whole
-    output: int  # the dim by which all results are split
+    inputs: tuple[int | None, ...]  # the dim along which each tensor is split; None: every rank holds the full tensor
+    output: int  # the dim along which all results are split
 
 
 SPLITS: dict[torch._ops.OpOverload, tuple[Split, ...]] = {}
-"""How the ranks of a group may share an operator's work. A tensor-parallel model is refused if it calls one that has no
-rules here, in `sharding/op_rules.py` or in DTensor."""
+"""Sharding rules of titanlite's operators. A tensor-parallel model is refused if it calls an operator that has no rules
+here, in `sharding/op_rules.py` or in DTensor."""
 
 
 def operator(
@@ -64,16 +65,16 @@ def operator(
     unless: Callable[..., object] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Make an operator `torch.ops.titanlite.<name>` of a function.
+    """Return a decorator that makes a function the definition of the operator `torch.ops.titanlite.<name>`.
 
     Args:
         name: of the operator.
-        on_gpus: runs for CUDA tensors: a function, or a name for `device_code`; None: the definition.
+        on_gpus: the implementation for CUDA tensors: a function, or a name for `device_code`; None: the definition.
         schema: the operator's signature; the definition's if empty.
-        splits: its sharding rules.
-        sends: what it sends, if its definition sends something else, or if this depends on numbers in tensors.
-        unless: the operator's arguments → whether the definition runs on GPUs, too.
-        flops: (shapes of tensors and other arguments) → floating-point operations.
+        splits: the operator's sharding rules.
+        sends: returns the operator's collectives; needed if its definition has others, or they depend on values.
+        unless: (arguments of the operator) → whether the definition runs on GPUs instead of `on_gpus`.
+        flops: (shapes of tensors, and other arguments) → floating-point operations.
     """
 
     def register(definition: Callable[P, R]) -> Operator[P, R]:
@@ -96,7 +97,7 @@ def operator(
 
 
 def device_code(place: str) -> Callable[..., Any]:
-    """Return "module.function" of `kernels/device`, imported by the first call because it needs Triton."""
+    """Return a proxy of "module.function" in `kernels/device`. The module needs Triton: the first call imports it."""
     module, function = place.split(".")
 
     @functools.cache
@@ -116,23 +117,24 @@ def differentiate(
     save: Callable[..., None],
     backward: Callable[..., Any],
 ) -> None:
-    """Give an operator of lists of tensors a gradient.
+    """Register the gradient of an operator that takes lists of tensors.
 
-    Also by hand: torch's wrapper walks through all arguments with pytree, which takes as long as two launches, and one
-    more dispatch takes as long as a launch.
+    torch's wrapper is too slow: it walks through all arguments with pytree, which takes as long as two kernel launches,
+    and its additional dispatch takes as long as one.
 
     Args:
-        op: to which it is given.
-        tensors: its arguments → all tensors among them, except constants.
-        save: (ctx, arguments, results as the operator returns them); saves what backward needs.
-        backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
+        op: the operator.
+        tensors: (arguments of the operator) → all tensors among them, except constants.
+        save: (ctx, arguments, results as the operator returns them); saves tensors and numbers for `backward`.
+        backward: (ctx, gradients of the results) → a gradient, or None, for each of the `tensors`; `ctx.needs` has for
+            each whether a gradient is needed.
     """
     overload, name = cast("torch._ops.OpOverload", op), cast("torch._ops.OpOverload", op)._opname
 
     def below(keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Any:
         keys = keys & torch._C._after_ADInplaceOrView_keyset
         with torch._C._AutoDispatchBelowAutograd():
-            if keys.highestPriorityTypeId() == torch._C.DispatchKey.CUDA:  # plain tensors, and no mode is on
+            if keys.highestPriorityTypeId() == torch._C.DispatchKey.CUDA:  # plain tensors, and no mode is active
                 return op.on_gpus(*arguments)
             return overload.redispatch(keys, *arguments)
 

@@ -1,30 +1,30 @@
 """The nearest matrix with orthonormal rows or columns, by polynomials: only matmuls, no singular vectors.
 
 With X = U S Vᵀ, an odd polynomial p(x) = a x + b x³ + c x⁵ of X is U p(S) Vᵀ = P X, where P = a + b G + c G G is a
-polynomial of the symmetric G = X Xᵀ. A few of them in turn move each singular value of (0, 1] near 1; their
-coefficients are data. All P and G of one X commute. So two steps need only G, [R, R], and not X, [R, C] with R ≤ C:
+polynomial of the symmetric G = X Xᵀ. A few such polynomials, applied one after the other, move each singular value in
+(0, 1] near 1. All P and G of one X commute. So two steps need only G, [R, R], and not X, [R, C] with R ≤ C:
 
     G = X Xᵀ
     Q ← P Q;  G ← (P G) P        [R, R], symmetric: half of each product is computed
     X ← Q X
 
-G has the squares of the singular values, and rounding loses the smallest: a matrix of low rank gets eigenvalues below
-0, which the polynomials enlarge. So each row's rounding error is added on the diagonal. Two steps in float16 are then
-more exact than a new G in each step in bfloat16, whatever the singular values are. A third step takes gradients of an
-8B model to infinity: rounded matrices do not quite commute, so mirroring half of their product is off by more than the
-rounding (`tests/unit/kernels/test_orthogonalise.py`).
+The eigenvalues of G are the squares of the singular values. Rounding loses the smallest: G of a matrix of low rank gets
+negative eigenvalues, which the polynomials enlarge. So each row's rounding error is added on the diagonal. Two steps in
+float16 are then more exact than a new G in each step in bfloat16, whatever the singular values are. A third step with
+the same G makes gradients of an 8B model infinite: rounded matrices do not quite commute, so a product is not quite
+symmetric, and computing only half of it errs by more than the rounding (`tests/unit/kernels/test_orthogonalise.py`).
 
-Products take [R, C] with R ≤ C, so a tall matrix is transposed by the conversion to float16 (float32 on a CPU), and
-back by the one that writes the result (`scaled_copy.py`).
+The products need R ≤ C. A tall matrix is transposed while it is converted to float16 (float32 on a CPU), and back while
+the result is written (`scaled_copy.py`).
 
 Sources:
 
-- Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": one quintic of a steep slope at 0, five
-  times. Singular values of [0.01, 1] end between 0.68 and 1.14.
+- Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": one quintic with a steep slope at 0,
+  applied five times. Singular values in [0.01, 1] end between 0.68 and 1.14.
 - Amsel, Persson, Musco and Gower 2025, "The Polar Express: Optimal Matrix Sign Methods and Their Application to the
-  Muon Algorithm", algorithm 1: of each step the best quintic for what the one before leaves of [0.001, 1]. These are
-  the first five; each shrinks its argument by 1.01, as rounding may push values above 1. Those of [0.001, 1] end
-  between 0.84 and 1.13.
+  Muon Algorithm", algorithm 1: each step has the best quintic for the interval to which earlier steps map [0.001, 1].
+  The first five are used. Each divides its argument by 1.01, as rounding may push values above 1. Singular values in
+  [0.001, 1] end between 0.84 and 1.13.
 """
 
 import torch
@@ -51,22 +51,22 @@ ITERATIONS: dict[str, Polynomials] = {
 """Published sequences, by name."""
 
 STEPS_OF_GRAM = 2
-"""Most steps without X."""
+"""Maximum number of steps that use only G, before X is computed."""
 INSIDE = {"cuda": torch.float16}
-"""The dtype in which a device multiplies bfloat16 matrices; elsewhere float32, since CPUs do not multiply float16: on
-one thread of an EPYC four X X of 256 by 256 took 101 ms in float16 and 2.2 in float32, X Xᵀ 21 and 2.5; and four steps
-of `configs/debug.toml` with `muon` 16.6 s of a processor and 5.8."""
+"""By device type, the dtype in which bfloat16 matrices are multiplied. Other devices take float32: CPUs are slow in
+float16. On one thread of an EPYC four products X X of 256 × 256 matrices took 101 ms in float16 and 2.2 ms in float32,
+X Xᵀ 21 and 2.5 ms; four steps of `configs/debug.toml` with `muon` took 16.6 s and 5.8 s of a processor."""
 _UNIT = 2.0**12
-"""The number that stands for 1 in X and G: float16 has none below 6e-8, and large matrices have small numbers."""
+"""Factor of X and G in memory: large matrices have small elements, and float16 has no numbers below 6e-8."""
 
 
 def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: Tensor | None = None) -> Tensor:
-    """Take the singular values of matrices of one shape near 1: [B, R, C], in the dtype of `x`.
+    """Move the singular values of B matrices near 1. Return [B, R, C], in the dtype of `x`.
 
     Args:
-        x: [B, R, C], in the dtype of the matmuls.
-        polynomials: applied in turn.
-        eps: the least norm to divide by, so that zeros give zeros.
+        x: [B, R, C].
+        polynomials: applied one after the other.
+        eps: least norm by which a matrix is divided, so that a zero matrix remains zero.
         out: receives the result; may be `x` itself. None: new memory.
     """
     out = x.new_empty(x.shape) if out is None else out
@@ -81,9 +81,9 @@ def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: T
 
 
 def _factor(x: Tensor, polynomials: Polynomials) -> Tensor:
-    """Return the product Q, [B, R, R], of all P."""
+    """Return Q, [B, R, R], the product of the matrices P of all polynomials for X, [B, R, C]."""
     gram, product = symmetric_product(x, alpha=1 / _UNIT), None
-    if x.dtype == torch.float16:  # a rounding at least, so that no eigenvalue is below 0
+    if x.dtype == torch.float16:  # add the rounding error, so that no eigenvalue is below 0
         rows = torch.linalg.vector_norm(gram, dim=2, dtype=torch.float32)
         gram.diagonal(dim1=1, dim2=2).add_(rows, alpha=torch.finfo(gram.dtype).eps / 2)
     for i, (a, b, c) in enumerate(polynomials):
@@ -96,8 +96,8 @@ def _factor(x: Tensor, polynomials: Polynomials) -> Tensor:
 
 
 def orthogonalise_flops(rows: int, columns: int, steps: int) -> int:
-    """Return the floating-point operations of one matrix, the symmetric products in full."""
+    """Return the floating-point operations to orthogonalise one matrix. Symmetric products count in full."""
     short, long = sorted((rows, columns))
     times = -(-steps // STEPS_OF_GRAM)
-    # Each step has G G; all but the last with an X also P G and (P G) P; all but the first P Q.
+    # Each step computes G G; all but the last before X is updated also P G and (P G) P; all but the first also P Q.
     return times * 4 * short * short * long + (steps + 3 * (steps - times)) * 2 * short**3

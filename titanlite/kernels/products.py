@@ -16,20 +16,20 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, *FLOAT8)
 """The dtypes that titanlite's own kernels multiply."""
 FSDP_GATHER, FSDP_REDUCE, EXPERTS = 2, 3, 4
-"""Further uses of memory that ranks share: their numbers in `device.channel.OPERATORS`."""
+"""Indices in `device.channel.OPERATORS` of operators that share memory between ranks, besides collective matmuls."""
 MAX_RANKS = 8
 """Most ranks that a fused collective matmul supports."""
 MAX_PAIRS = 3
 """Most products that a fused matmul → reduce-scatter sums."""
 NOTHING = "nothing to multiply"
-"""The reason of a call that only gathers, or is empty."""
+"""The reason not to fuse a call that only gathers, or is empty."""
 SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
 EXPECTED = (NOTHING, SLOWER)
-"""Reasons for which a call should not be fused."""
+"""Reasons for which a call is rightly not fused."""
 
 
 def too_many_ranks(ranks: int) -> str | None:
-    """Return why kernels do not serve a group of this size, or None."""
+    """Return the reason why kernels do not support a group of this size, or None."""
     return None if 2 <= ranks <= MAX_RANKS else f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
 
 
@@ -41,12 +41,12 @@ def unsupported_operands(dtype: torch.dtype, ranks: int) -> str | None:
 
 
 def contracts_last(form: str) -> bool:
-    """Check that the last dim of the gathered tensor is the contracted one."""
+    """Return whether products of this form contract the last dim of the gathered tensor."""
     return form in ("left", "right_t")
 
 
 class GatherCall(NamedTuple):
-    """The arguments of `all_gather_matmul`, described there."""
+    """The arguments of a call of `all_gather_matmul`; see its docstring."""
 
     shard: Tensor
     others: list[Tensor]
@@ -68,27 +68,27 @@ class GatherCall(NamedTuple):
 
     @property
     def options(self) -> tuple[object, ...]:
-        """Return what else decides how the call runs."""
+        """Return the other arguments that decide how the call runs."""
         return len(self.others), self.dim, self.size, self.form, self.scale_of, self.out_dtype, self.fast_accum
 
     @property
     def at(self) -> int:
-        """Return `dim`, not negative."""
+        """Return `dim` as a non-negative index."""
         return self.dim % self.shard.ndim
 
     @property
     def whole(self) -> list[int]:
-        """Return the shape of G."""
+        """Return the shape of the gathered tensor."""
         return [*self.shard.shape[: self.at], self.size, *self.shard.shape[self.at + 1 :]]
 
     @property
     def moves_scale(self) -> bool:
-        """Check that scales are gathered with the tensor."""
+        """Return whether scales are gathered with the tensor."""
         return self.scale is not None and scales_travel(self.scale_of, self.dim, self.shard.ndim)
 
 
 class ScatterCall(NamedTuple):
-    """The arguments of `matmul_reduce_scatter`, described there."""
+    """The arguments of a call of `matmul_reduce_scatter`; see its docstring."""
 
     lefts: list[Tensor]
     rights: list[Tensor]
@@ -107,12 +107,12 @@ class ScatterCall(NamedTuple):
 
     @property
     def options(self) -> tuple[object, ...]:
-        """Return what else decides how the call runs."""
+        """Return the other arguments that decide how the call runs."""
         return len(self.lefts), self.dim, self.out_dtype, self.fast_accum
 
 
 def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:
-    """Return a dtype in which a sum over ranks ("sum", or "avg" to be divided) neither overflows nor rounds twice."""
+    """Return the dtype in which to sum over ranks without overflow or double rounding; `reduce_op`: "sum" or "avg"."""
     if reduce_op == "sum" or (ranks.bit_count() == 1 and dtype != torch.float16):
         return dtype
     return torch.promote_types(dtype, torch.float32)
@@ -124,7 +124,7 @@ def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -
 
 
 def differences(operands: Iterable[Tensor | None], scales: Iterable[Tensor | None]) -> Iterator[str]:
-    """Say of operands on several devices and scales other than float32 what is wanted; kernels only see addresses."""
+    """Yield a message if operands are on several devices, and for each scale that is not float32."""
     scales = [scale for scale in scales if scale is not None]
     devices = {t.device for t in (*operands, *scales) if t is not None}
     if len(devices) > 1:
@@ -135,7 +135,7 @@ def differences(operands: Iterable[Tensor | None], scales: Iterable[Tensor | Non
 
 
 def out_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a product: the wanted one, else its operands', or bfloat16 for float8."""
+    """Return the dtype of a product of `dtype` operands: `wanted`, or if None `dtype`, or bfloat16 for float8."""
     return wanted or (torch.bfloat16 if dtype in FLOAT8 else dtype)
 
 
@@ -152,9 +152,9 @@ def product(
 
     Args:
         bias: [N], any dtype.
-        left_scale, right_scale: float8 only: float32, [] or […, 1] and [1, N].
-        out_dtype: of the result; the operands' (bfloat16 for float8) if None.
-        fast_accum: float8 only: sums may be left to tensor cores, which keep about 14 bits.
+        left_scale, right_scale: float8 only: inverse scales, float32, [] each, or […, 1] and [1, N].
+        out_dtype: of the result; None: the dtype of the operands, or bfloat16 for float8.
+        fast_accum: float8 only: let tensor cores accumulate, with about 14 bits.
     """
     dtype = out_dtype_of(left.dtype, out_dtype)
     shape = product_shape(left.shape, right.shape)
@@ -173,12 +173,12 @@ def product(
 
 
 def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
-    """Check that the scales of a gathered tensor are gathered with it."""
+    """Return whether scales are gathered with the tensor: those by shard, and those by row unless rows are split."""
     return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
 
 
 def products(call: GatherCall, gathered: Tensor, scale: Tensor | None, first: int = 0) -> list[Tensor]:
-    """Multiply the gathered tensor, whose whole scale is given, by each other operand from `first` on."""
+    """Multiply the gathered tensor, whose scale is `scale`, by each of the other operands from index `first` on."""
     operand = gathered.t() if call.form.endswith("_t") else gathered
     outs: list[Tensor] = []
     for i, other in enumerate(call.others[first:], first):
@@ -192,7 +192,7 @@ def products(call: GatherCall, gathered: Tensor, scale: Tensor | None, first: in
 
 
 def gather_scale(call: GatherCall) -> Tensor | None:
-    """Return the scale of the gathered tensor: [], or [..., 1] by row."""
+    """Return the scale of the gathered tensor: [], or [..., 1] by row. Collective if scales are gathered."""
     if call.scale is None or call.scale_of == "tensor":
         return call.scale
     rows = [*call.shard.shape[:-1], 1]
@@ -203,7 +203,7 @@ def gather_scale(call: GatherCall) -> Tensor | None:
 
 
 def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:
-    """Return the shape of each product."""
+    """Return the shape of each product of a gathered tensor, whose shape is `gathered`."""
     operand = gathered[::-1] if form.endswith("_t") else gathered
     if form.startswith("left"):
         return [product_shape(operand, other.shape) for other in others]
@@ -211,14 +211,14 @@ def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[lis
 
 
 def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a bias [N] of that dtype, rounded once."""
+    """Return the gradient of a bias [N] in `dtype`, rounded once; `grad`: gradient of the product, […, N]."""
     return grad.flatten(0, -2).sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
 
 
 def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
     """Return the gradient of `right` in `left @ right`, in the memory order of `right`.
 
-    A weight [N, K] is passed as its transpose; a gradient in another order would cost a copy for each weight.
+    A weight [N, K] is passed as its transpose. If its gradient had another memory order, it would have to be copied.
     """
     left, grad = left.flatten(0, -2), grad.flatten(0, -2)
     if right.stride(0) == 1:
@@ -231,13 +231,13 @@ def scaled_product(
 ) -> Tensor:
     """Return a float8 product [M, N], accumulated in float32 and rounded once.
 
-    A scale of one number is expanded if the other operand is scaled by row: cuBLAS has no mixture.
+    If only one operand has a single scale, that scale is expanded, since cuBLAS needs scales of one kind.
 
     Args:
         left: [M, K], rows contiguous.
         right: [K, N], columns contiguous.
-        left_scale: inverse, [] or one number for each row, float32; None: 1.
-        right_scale: inverse, [] or one number for each column, float32; None: 1.
+        left_scale: inverse scale, [] or one number for each row, float32; None: 1.
+        right_scale: inverse scale, [] or one number for each column, float32; None: 1.
         dtype: of the result.
         fast: `fast_accum` of `product`.
     """
@@ -248,7 +248,7 @@ def scaled_product(
         return (left @ right).to(dtype)
     left, right = left.contiguous(), right if right.stride(0) == 1 else right.t().contiguous().t()
     of_all = (left_scale is None or left_scale.numel() == 1) and (right_scale is None or right_scale.numel() == 1)
-    if not of_all and dtype != torch.bfloat16:  # cuBLAS scales rows of a bfloat16 result only
+    if not of_all and dtype != torch.bfloat16:  # cuBLAS scales rows only if the result is bfloat16
         one = _ones((), left.device)
         wide = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
         for scale, shape in ((left_scale, (-1, 1)), (right_scale, (1, -1))):
@@ -260,7 +260,7 @@ def scaled_product(
 
 
 def _scale(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a scale as cuBLAS takes it."""
+    """Return a scale in this shape, contiguous, as cuBLAS needs it; ones for None."""
     if scale is None:
         return _ones(shape, device)
     if scale.shape != shape:
@@ -270,7 +270,7 @@ def _scale(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -
 
 @functools.cache
 def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Make ones, once for all streams: the host takes as long to fill them as to launch the product."""
+    """Return cached ones, ready on all streams. Filling new ones takes the host as long as launching the product."""
     ones = torch.ones(shape, dtype=torch.float32, device=device)
     torch.cuda.current_stream(device).synchronize()
     return ones
@@ -285,5 +285,5 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Return `scaled_product`, as one operator on every device: a trace on a CPU is then what runs on a GPU."""
+    """Return `scaled_product`. Being one operator on every device, it is the same in a trace on a CPU as on a GPU."""
     return scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)

@@ -1,8 +1,8 @@
-"""RMSNorm with float32 statistics, and the residual stream beside it.
+"""RMSNorm with float32 statistics, also for a residual stream that has further readers.
 
 The normalised value is rounded once, at the end, so that a recomputation has the same bits. Backward is one pass over
-memory, which adds the gradient of the stream before it rounds; a compiler's kernels take 1.5 times as long within a
-step (docs/performance.md).
+memory, which adds the gradient from the further readers before rounding. A compiler's kernels take 1.5 times as long
+within a step (docs/performance.md).
 
 Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
 """
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fork_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm` of the residual stream [M, D], for a sublayer, and `x` itself for the other uses.
+    """Return `rms_norm` of the residual stream [M, D], for a sublayer, and `x` itself for its further readers.
 
     Backward adds the gradients of both in one pass.
     """
@@ -44,7 +44,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean)
         ctx.eps = eps
         y = h * torch.rsqrt(mean + eps) * weight.float()
-        return y if y.dtype == x.dtype else y.to(x.dtype)  # torch 2.11 compiles a `to` without effect to no gradient
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # torch 2.11 would lose the gradient of a `to` without effect
 
     @staticmethod
     @once_differentiable
@@ -53,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Fork(torch.autograd.Function):
-    """`_RMSNorm`, which also returns its input."""
+    """`_RMSNorm` that also returns its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,10 @@ class _Fork(torch.autograd.Function):
 def rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x`, [..., D], plus `rest`, and of `weight`; mean: [..., 1], mean squares of `x`."""
+    """Return the gradient of `x`, [..., D], plus `rest`, another gradient of `x`; and the gradient of `weight`.
+
+    `mean`: [..., 1], mean squares of `x`.
+    """
     scale = torch.rsqrt(mean + eps)
     normed, grad = x.float() * scale, grad.float()
     of_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)

@@ -1,10 +1,10 @@
 """Rotary position embedding in real arithmetic.
 
-Complex multiplication is shorter, but no compiler fuses it: at Llama-3 8B it moves five times the bytes. The two halves
-of a head are rotated against each other, the layout of Hugging Face checkpoints.
+Complex multiplication is shorter code, but no compiler fuses it: for Llama-3 8B it moves five times as many bytes. The
+two halves of a head are rotated against each other, as in Hugging Face checkpoints.
 
-The gradient of a fused projection is one pass over memory; a compiler rotates the gradients of queries and keys first,
-and then concatenates them with the values' (docs/performance.md).
+The gradient of a fused projection is computed in one pass over memory. A compiler rotates the gradients of queries and
+keys first, and then concatenates them with the gradient of the values (docs/performance.md).
 
 Source: Su et al. 2021 (RoFormer), eq. 34; frequency scaling as in Llama 3.1.
 """
@@ -55,10 +55,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def heads(qkv: Tensor, queries_per_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Take queries, keys and values out of a projection.
+    """Split a fused projection into queries, keys and values.
 
     Args:
-        qkv: [M, K·(R+2)·E]; for each key/value head R queries, its key and its value.
+        qkv: [M, K·(R+2)·E]; for each of K key/value heads R queries, the key and the value.
         queries_per_kv: R.
         head_dim: E.
 
@@ -70,11 +70,11 @@ def heads(qkv: Tensor, queries_per_kv: int, head_dim: int) -> tuple[Tensor, Tens
 
 
 def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Take queries, keys and values out of a projection, and rotate the first two.
+    """Split a fused projection into queries, keys and values, and rotate queries and keys.
 
     Args:
-        qkv: as of `heads`, of whole sequences.
-        cos, sin: as of `rope`.
+        qkv: see `heads`; of whole sequences.
+        cos, sin: see `rope`.
         queries_per_kv: R.
 
     Returns:
@@ -100,6 +100,6 @@ class _RotatedHeads(torch.autograd.Function):
 
 @operator("rotated_heads_grad", "rope.launch_rotated_heads_grad")
 def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of `qkv` in `rotated_heads`."""
+    """Return the gradient of `qkv` in `rotated_heads` from the gradients of its results."""
     q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
     return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)

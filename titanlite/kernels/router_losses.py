@@ -1,8 +1,8 @@
 """Auxiliary losses of a router, and counts of the tokens that it sends to each expert.
 
-A model returns only logits, so an auxiliary loss is a gradient that an identity adds in backward (`with_loss`). It is a
-mean over a micro-batch's tokens that count (`data/document_starts.py`), times the micro-batch's share of the step's
-targets, since gradients of micro-batches and ranks are summed.
+A model returns only logits, so an auxiliary loss enters as a gradient: `with_loss` is an identity in forward, and gives
+the loss its gradient in backward. The loss is a mean over the counted tokens of a micro-batch, and is weighted with the
+micro-batch's share of the step's targets, since gradients of micro-batches and ranks are summed.
 
 M tokens, E experts, K experts of a token.
 
@@ -20,20 +20,20 @@ from titanlite.kernels.operators import operator
 
 
 def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Group | None = None) -> Tensor:
-    """Return the balance loss and the z-loss: means over the tokens that are counted.
+    """Return the balance loss and the z-loss, means over the counted tokens.
 
     The balance loss is E · Σ f·p, as in `transformers`: f the share of tokens that chose an expert, p its mean
     probability; it is K if experts are used equally. The z-loss is the mean square of the logits' log-sum-exp.
 
     Args:
         logits: [M, E] float32.
-        choices: [M, K] int32; they have no gradient.
-        is_counted: [M] bool.
-        group: the ranks with the micro-batch's other tokens; None: there are no others.
+        choices: [M, K] int32, the experts of each token; without a gradient.
+        is_counted: [M] bool, whether a token is counted.
+        group: the ranks that share the micro-batch's tokens; None: this rank has all.
 
     Returns:
-        [2] in `logits.dtype`: this rank's terms, whose sum over the ranks is the loss. f is of all tokens, and has no
-        gradient. Zeros if no token is counted.
+        [2] in `logits.dtype`: this rank's terms of the two losses, to be summed over the ranks. f includes the tokens
+        of all ranks, and has no gradient. Zeros if no token is counted.
     """
     (M, E), K, size = logits.shape, choices.shape[1], 1 if group is None else group.size
     counts = count_choices(choices, is_counted, E, None if group is None else group.name)
@@ -48,14 +48,14 @@ def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Gr
 
 
 def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
-    """Return `x`, which must have a gradient; in backward the loss, [], gets this micro-batch's `share` as its own."""
+    """Return `x`, which must require a gradient. Backward gives `loss`, [], the gradient `share`, [], in addition."""
     return _WithLoss.apply(x, loss, share)  # type: ignore[no-any-return]
 
 
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
-        ctx.save_for_backward(share.to(loss.dtype, copy=True))  # the next micro-batch writes another
+        ctx.save_for_backward(share.to(loss.dtype, copy=True))  # a copy: the next micro-batch overwrites it
         return x.view_as(x)
 
     @staticmethod
@@ -68,12 +68,12 @@ class _WithLoss(torch.autograd.Function):
 def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: str | None = None) -> Tensor:
     """Count the tokens of each expert.
 
-    The sum over ranks is part of the operator: activation checkpointing keeps the result, so ranks meet once.
+    The operator includes the sum over ranks: activation checkpointing keeps its result, so ranks communicate only once.
 
     Args:
-        choices, is_counted: as of `router_losses`.
+        choices, is_counted: see `router_losses`.
         n_experts: E.
-        group: name of the process group whose tokens are counted together; None: only this rank's.
+        group: name of the process group over which to sum; None: count only this rank's tokens.
 
     Returns:
         [E] int64.
@@ -98,17 +98,17 @@ def count_routing(
     counts: Tensor,
     sums: Tensor,
 ) -> Tensor:
-    """Add a micro-batch's routing to running sums.
+    """Add the numbers of a micro-batch's routing to the running sums `counts` and `sums`.
 
-    Recomputation in backward must not repeat it: activation checkpointing keeps its result, whatever a save-list says.
+    Recomputation in backward must not add them again, so activation checkpointing always keeps the result.
 
     Args:
-        logits, choices, is_counted: as of `router_losses`.
-        losses: [2] float32, balance and z.
-        share: [], of the micro-batch.
-        counts: [E] int64, tokens of each expert.
-        sums: [4] float64: the entropies of tokens' distributions over experts, in nats; both losses times their shares;
-            and the shares.
+        logits, choices, is_counted: see `router_losses`.
+        losses: [2] float32, balance loss and z-loss.
+        share: [], the micro-batch's share of the step.
+        counts: [E] int64, counted tokens of each expert.
+        sums: [4] float64: entropy of each counted token's distribution over the experts, in nats; balance loss times
+            `share`; z-loss times `share`; `share`.
 
     Returns:
         [0], for activation checkpointing to keep.

@@ -5,7 +5,7 @@ together. Sizes do not depend on values: there are M·K rows whatever the router
 and no shape changes. Equal logits give equal rows in every run: ties go to the lower expert, an expert's rows are
 sorted by token, and a token's rows are added up in the order of its choices.
 
-M tokens, D width, E experts, K experts of a token, G experts here, R rows.
+M tokens, D width, E experts, K experts per token, G experts of this rank, R rows. Slot m·K + k: token m's k-th choice.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks", eq. 1 to 5; DeepSeek-AI 2024, "DeepSeek-V3 Technical
 Report", eq. 12 to 16, for sigmoid scores and the bias.
@@ -20,7 +20,7 @@ from titanlite.kernels.operators import Split, operator
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 LEAST_SUM = 1e-20
-"""Added to the sum of chosen sigmoids, which may all be zero."""
+"""Added to the sum of the chosen sigmoids, since that may be zero."""
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -63,19 +63,19 @@ def route(
 
     Args:
         logits: [M, E] float32.
-        bias: [E] float32, added to scores only for the choice; None: logits are compared, which have the same order.
+        bias: [E] float32, added to the scores for the choice, not for the weights. None: the choice compares logits,
+            which have the order of the scores.
         top_k: K, at most E.
-        score: "softmax" over all experts, "softmax_of_chosen" or "sigmoid". With a bias, "softmax_of_chosen" adds it to
-            logits.
+        score: "softmax" over all experts, "softmax_of_chosen", whose bias is added to logits, or "sigmoid".
         normalised: whether the weights of a token are divided by their sum.
-        scale: of the weights.
+        scale: factor of the weights.
 
     Returns:
-        Weights [M, K] in `logits.dtype` and choices [M, K] int32, highest first, ties to the lower expert; NaN is
-        highest.
+        Weights [M, K] in `logits.dtype` and choices [M, K] int32, by descending score. Of equal scores the lower expert
+        comes first; NaN counts as the highest score.
 
     Raises:
-        ValueError: for another score, or more experts of a token than there are.
+        ValueError: `score` is unknown, or `top_k` is not between 1 and E.
     """
     check_route(logits, top_k, score)
     scored = logits if bias is None else _scores_of_all(logits, score) + bias
@@ -85,7 +85,7 @@ def route(
 
 @operator("route_grad", "routing.launch_route_grad", splits=(Split((0, 0, 0), 0),))
 def route_grad(grad: Tensor, logits: Tensor, choices: Tensor, score: str, normalised: bool, scale: float) -> Tensor:
-    """Return the gradient of the logits, [M, E]; `grad`: of the weights, [M, K]."""
+    """Return the gradient of the logits, [M, E], in `route`; `grad`: gradient of the weights, [M, K]."""
     at, grad = choices.long(), grad * scale
     weights = _chosen_weights(logits, at, score, normalised)
     if score == "softmax" and not normalised:
@@ -115,7 +115,7 @@ torch.library.register_autograd("titanlite::route", _route_backward, setup_conte
 
 
 def check_route(logits: Tensor, top_k: int, score: str) -> None:
-    """Raise ValueError for arguments that do not fit."""
+    """Raise ValueError if `score` is unknown, or `top_k` is not between 1 and the number of experts."""
     if score not in SCORES:
         raise ValueError(f'route: score = "{score}"; want one of {", ".join(SCORES)}')
     if not 1 <= top_k <= logits.shape[1]:
@@ -129,7 +129,7 @@ def _scores_of_all(logits: Tensor, score: str) -> Tensor:
 
 
 def _chosen_weights(logits: Tensor, choices: Tensor, score: str, normalised: bool) -> Tensor:
-    """Return the weights before they are scaled. A normalised softmax is a softmax of the chosen logits."""
+    """Return the weights of chosen experts, not scaled. A normalised softmax equals a softmax of the chosen logits."""
     if score == "sigmoid":
         chosen = logits.gather(1, choices).sigmoid()
         return chosen / (chosen.sum(1, keepdim=True) + LEAST_SUM) if normalised else chosen
@@ -140,16 +140,16 @@ def _chosen_weights(logits: Tensor, choices: Tensor, score: str, normalised: boo
 
 @operator("expert_rows", "routing.launch_expert_rows")
 def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by expert, an expert's rows by token and then by slot.
+    """Give each choice of one of this rank's experts a row; rows are sorted by expert, token and slot.
 
     Args:
         choices: [M, K] int32.
-        first: the first expert here.
-        count: G, experts here.
+        first: number of this rank's first expert.
+        count: G.
 
     Returns:
-        The row of each token and slot, [M, K] int32, -1 if its expert is not here; the slot m·K + k of each row, [M·K]
-        int32, -1 beyond the last; and where each expert's rows begin and the last expert's end, [G + 1] int32.
+        The row of each choice, [M, K] int32, -1 if the expert is on another rank; the slot of each row, [M·K] int32, -1
+        after the last row; and the first row of each expert with the end of the last expert, [G + 1] int32.
     """
     own = choices.flatten() - first
     own = torch.where((own >= 0) & (own < count), own, count)
@@ -164,14 +164,14 @@ def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
 
 @operator("gather_rows", "expert_rows.launch_gather_rows", splits=(Split((1, None), 1),))
 def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = None) -> Tensor:
-    """Copy each row's token.
+    """Copy each token to its rows.
 
     Args:
         x: [M, D].
-        slots: [R] int32, m·K + k of each row; -1 for a row of zeros. On a GPU, rows of zeros more than 128 behind the
-            last row of a token are not written.
+        slots: [R] int32, slot m·K + k of each row, whose token is m; -1: a row of zeros. On a GPU, rows of zeros that
+            follow more than 128 rows after the last row with a token are not written.
         top_k: K.
-        after: as for `spread_rows`.
+        after: see `spread_rows`.
 
     Returns:
         [R, D] in `x.dtype`.
@@ -183,11 +183,11 @@ def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = Non
 
 @operator("combine", "expert_rows.launch_combine", splits=(Split((1, None), 1), Split((1, None, None), 1)))
 def combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Add up the rows of each token in the order of its slots, in float32.
+    """Add up the rows of each token, times its weights, in the order of its slots, in float32.
 
     Args:
         o: [R, D].
-        rows: [M, K] int32; one of -1 adds nothing.
+        rows: [M, K] int32, the rows of each token; -1 adds nothing.
         weights: [M, K] float32; None: all are 1.
 
     Returns:
@@ -203,16 +203,16 @@ def combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 @operator("spread_rows", "expert_rows.launch_spread_rows", splits=(Split((1, None), 1), Split((1, None, None), 1)))
 def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, after: Tensor | None = None) -> Tensor:
-    """Write each token to its rows: the gradient of `combine`. Without weights it equals `gather_rows` in rows
-    with a token, and reads `x` once.
+    """Copy each token, times its weights, to its rows: the gradient of `combine`. Without weights the rows of tokens
+    equal those of `gather_rows`, but `x` is read only once.
 
     Args:
         x: [M, D].
-        rows: [M, K] int32, -1 for none.
+        rows: [M, K] int32, the rows of each token; -1: none.
         weights: [M, K] float32; None: all are 1.
-        n_rows: R; rows of no token are not written.
-        after: a tensor that must be computed before, and is not read: in backward a gradient. Without it a compiler
-            might keep forward's rows, which take K times the memory of the tokens.
+        n_rows: R; rows without a token are not written.
+        after: a tensor that must be computed first; it is not read. In backward it is a gradient: otherwise a compiler
+            might keep the rows from forward, which take K times the memory of the tokens.
 
     Returns:
         [R, D] in `x.dtype`.
@@ -228,7 +228,7 @@ def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, af
 
 @operator("row_dots", "expert_rows.launch_row_dots")
 def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
-    """Return <grad[m], o[rows[m, k]]>, the gradient of the weights of `combine`, of whose result `grad` is.
+    """Return <grad[m], o[rows[m, k]]>, the gradient of the weights of `combine`; `grad`: gradient of its result.
 
     Returns:
         [M, K] float32 (float64 for float64); 0 where there is no row.
@@ -240,7 +240,7 @@ def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
 
 def rows_of_slots(slots: Tensor, n: int) -> Tensor:
     """Invert the slots of rows, [R] int32: return the row of each of n slots, [n] int32, -1 for none."""
-    rows = slots.new_full((n + 1,), -1)  # the last one takes rows without a token
+    rows = slots.new_full((n + 1,), -1)  # the last element is for rows without a token
     places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
     return rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)[:-1]
 
@@ -251,7 +251,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def _rows_at(o: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, D] of `o` at [M] rows; zeros for -1."""
+    """Return the rows of `o`, [R, D], with the indices `row`, [M], as [M, D]; zeros for -1."""
     if not len(o):
         return o.new_zeros(len(row), o.shape[1], dtype=dtype)
     return o.index_select(0, row.clamp(min=0)).to(dtype).masked_fill(row[:, None] < 0, 0)

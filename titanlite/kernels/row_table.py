@@ -1,4 +1,4 @@
-"""Tables of rows of many tensors, with each travelling row's place in the exchanged memory; and tables of tensors."""
+"""Tables of the rows of many tensors, with their offsets in the flat memory that ranks exchange; tables of tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from torch import Tensor
 from titanlite.device import has_memory
 
 NOWHERE = -1
-"""The place of a row that does not travel."""
+"""The offset of a row that is not exchanged."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """A table of n rows."""
+    """A table of n rows of many tensors."""
 
-    tensor: Tensor  # [n] int32, number of each row's tensor
-    at: Tensor  # [n] int64, its first element in the tensor, which is contiguous
-    columns: Tensor  # [n] int32, its elements
-    flat: Tensor  # [n] int64, its first element in the memory of all rows, or `NOWHERE`
-    widest: int = field(init=False)
-    aligned: bool = field(init=False)  # all begin and end at multiples of 8 elements
+    tensor: Tensor  # [n] int32, index of each row's tensor
+    at: Tensor  # [n] int64, offset of each row in its tensor, which is contiguous; in elements
+    columns: Tensor  # [n] int32, number of elements of each row
+    flat: Tensor  # [n] int64, offset of each row in the flat memory, or `NOWHERE`; in elements
+    widest: int = field(init=False)  # most elements of a row
+    aligned: bool = field(init=False)  # whether all rows begin and end at multiples of 8 elements
 
     def __post_init__(self) -> None:
         together = torch.stack((self.at, self.columns.long(), self.flat.clamp(min=0)))
@@ -32,24 +32,24 @@ class RowTable:
         return len(self.tensor)
 
     def on(self, device: torch.device) -> "RowTable":
-        """Return the table in the memory of a device."""
+        """Return the table with its tensors on a device."""
         return RowTable(*(t.to(device) for t in (self.tensor, self.at, self.columns, self.flat)))
 
 
 @dataclass(frozen=True, eq=False)
 class TensorTable:
-    """A table of the tensors that have the rows."""
+    """A table of the tensors that the rows of a `RowTable` belong to."""
 
-    tensors: Sequence[Tensor]  # by their numbers in a `RowTable`; of one dtype, contiguous
-    addresses: Tensor  # [n] int64, on their device
-    aligned: bool  # whether all begin at multiples of 16 bytes
+    tensors: Sequence[Tensor]  # by the indices in the `RowTable`; of one dtype, contiguous
+    addresses: Tensor  # [n] int64, on the device of the tensors
+    aligned: bool  # whether all tensors begin at multiples of 16 bytes
 
 
 def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
-    """Make a table of at least one tensor, valid until one of them moves; the host waits for nothing.
+    """Make a table of one or more tensors, valid until one of them moves in memory. The host does not wait.
 
     Raises:
-        ValueError: one has another dtype than the first, or is not contiguous; `kind` names them.
+        ValueError: a tensor differs in dtype from the first, or is not contiguous; `kind` names it in the message.
     """
     first = tensors[0]
     for i, t in enumerate(tensors):
@@ -65,8 +65,8 @@ def table(runs: Iterable[tuple[int, Tensor, int, int]]) -> RowTable:
     """Make a table of runs of rows.
 
     Args:
-        runs: for each run the number of its tensor; [m] int64, the rows' first elements; their columns; and the place
-            of the first row in the memory of all rows, which the others follow, or `NOWHERE`.
+        runs: for each run of m rows the index of its tensor; [m] int64, offsets of the rows in the tensor; elements of
+            a row; and the offset of the first row in the flat memory, where the others follow it, or `NOWHERE`.
     """
     kept = [run for run in runs if len(run[1])]
     if not kept:

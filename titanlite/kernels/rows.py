@@ -1,8 +1,8 @@
-"""Rows of many tensors at once: Muon's momentum, the rows that travel to their owners and back, and the update.
+"""Muon's operations on rows of many tensors at once: momentum, copies to and from exchanged memory, and the update.
 
-All rows of an exchange lie in one piece of memory, one after the other. A table has for each row its place in that
-memory, its tensor, and its place in the tensor. On a GPU each call is one kernel for all rows, which reads and writes
-each number once (`titanlite/kernels/device/rows.py`).
+All rows that ranks exchange lie one after the other in one flat tensor. A table holds for each row its offset in the
+flat tensor, its own tensor, and its offset in that tensor. On a GPU each call is one kernel for all rows, which reads
+and writes each number once (`titanlite/kernels/device/rows.py`).
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,10 @@ _launch_update = device_code("rows.launch_update")
 
 
 def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield, for rows of one tensor and width: its number, [m] rows, [m, columns] elements in it and in flat memory."""
+    """Group rows by tensor and width. Yield the tensor's index, the m rows' indices, and their elements' indices.
+
+    The latter are [m, columns] each, in the tensor and in the flat tensor.
+    """
     kinds, of = torch.stack((rows.tensor, rows.columns)).unique(dim=1, return_inverse=True)
     for i, (number, columns) in enumerate(kinds.T.tolist()):
         chosen = (of == i).nonzero().squeeze(1)
@@ -29,12 +32,12 @@ def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
 
 
 def take_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
-    """Copy rows, all of tensor 0, each with a place, into the memory of all rows; of one dtype, contiguous."""
+    """Gather rows of `tensor` into `flat`, each at the offset that `rows` gives. Both are contiguous, of one dtype."""
     _move(rows, tensor, flat, out=True)
 
 
 def put_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
-    """Copy rows back into one tensor. Arguments as of `take_rows`."""
+    """Copy rows from `flat` back into `tensor`: the inverse of `take_rows`."""
     _move(rows, tensor, flat, out=False)
 
 
@@ -61,19 +64,19 @@ def momentum_rows(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum of rows, and write u of the travelling ones, to be orthogonalised.
+    """Update the momentum of rows, and write u, which will be orthogonalised, for rows that ranks exchange.
 
-        m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g, or m
+        m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g with Nesterov's momentum, else m
 
     Args:
-        rows: of the tensors.
-        gradients: [...] float32 or wider.
-        momenta: [...] of the same sizes; float32, wider or bfloat16.
-        flat: receives u of the rows that have a place, in its dtype.
-        divisor: [] float32, of the gradients.
-        skip: [] float32; 1 leaves momenta as they are.
+        rows: table of the rows.
+        gradients: g, tensors of float32 or wider.
+        momenta: m, tensors of the gradients' sizes; float32, wider or bfloat16.
+        flat: receives u in its own dtype, for rows that have an offset.
+        divisor: [] float32; gradients are divided by it.
+        skip: [] float32; 1 leaves momenta unchanged.
         momentum: μ.
-        nesterov: which u.
+        nesterov: whether u has Nesterov's momentum.
     """
     if flat.is_cuda:
         return _launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
@@ -100,22 +103,22 @@ def update_rows(
     measure: bool = False,
     decay_factor: float = 1.0,
 ) -> Tensor | None:
-    """Update rows with the orthogonalised ones that have arrived.
+    """Update rows of parameters p with orthogonalised rows u.
 
         p ← (1 - lr·decay_factor·decay) p - lr·scale·u
 
     Args:
-        rows: of the parameters, each with a place.
-        parameters: [...] float32 or wider.
+        rows: table of the n rows, each with an offset in `flat`.
+        parameters: p, tensors of float32 or wider.
         flat: u.
-        scales, decays: [n] float64, of each row.
+        scales, decays: [n] float64, one per row.
         lr: learning rate.
-        skip: [] float32; 1 leaves parameters as they are.
-        measure: whether to add up squares.
-        decay_factor: of all decays.
+        skip: [] float32; 1 leaves parameters unchanged.
+        measure: whether to return sums of squares.
+        decay_factor: factor of all decays.
 
     Returns:
-        [2, n] float32 or wider if measured: the sum of squares of each row before, and of its change.
+        With `measure`: [2, n] float32 or wider, the sum of squares of each row before the update, and of its change.
     """
     if flat.is_cuda:
         return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure, decay_factor)

@@ -1,7 +1,7 @@
-"""Copies of matrices, each scaled and converted to another dtype, and transposed if the result's memory is.
+"""Copy matrices with a factor, a conversion to another dtype, and a transpose if one of the two is a transposed view.
 
-Orthogonalisation begins and ends with one. On a GPU a kernel reads and writes each number once, both in order
-(`titanlite/kernels/device/scaled_copy.py`).
+Orthogonalisation begins and ends with such a copy. On a GPU a kernel reads and writes each number once, in the order of
+memory (`titanlite/kernels/device/scaled_copy.py`).
 """
 
 import torch
@@ -13,9 +13,10 @@ _launch = device_code("scaled_copy.launch_scaled_copy")
 
 
 def scaled_copy(x: Tensor, out: Tensor, factor: float, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Write factor X / max(norm, eps) to `out`, computed in float32 or wider, and return it.
+    """Write `factor · x / max(norm, eps)` to `out`, computed in float32 or wider, and return `out`.
 
-    Both are [B, R, C] of any floating dtype, or transposed views; `norm` is [B, 1, 1] float32 or wider, None: 1.
+    `x` and `out` are [B, R, C] of any floating dtype, or transposed views. `norm` is [B, 1, 1] float32 or wider;
+    None: 1.
     """
     if x.is_cuda and x.itemsize == out.itemsize == 2:
         return _launch(x, out, factor, norm, eps)

@@ -1,8 +1,8 @@
 """The split of a dim over ranks, and the layout of a split tensor in memory.
 
-A dim of `size` is split into chunks of ⌈size/ranks⌉; the last ranks may hold less, or nothing (`torch.chunk`'s rule).
-A tensor of any number of dims is seen as `[outer, dim, inner]`: a shard is a block with one row for each outer index,
-contiguous over dim and inner. Every gather and scatter of the runtime is a copy between such blocks.
+A dim of length `size` is split into chunks of ⌈size/ranks⌉. The last ranks may hold less, or nothing, as with
+`torch.chunk`. A tensor of any number of dims is viewed as `[outer, dim, inner]`: a shard is a block with one row for
+each outer index, contiguous over dim and inner. Gathers and scatters of the kernels are copies between such blocks.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Size, Tensor
 
 
 class DimSplit(NamedTuple):
-    """A tensor whose dim is split over ranks."""
+    """The shape of a tensor that is split over ranks along one dim."""
 
-    outer: int  # product of the dims before
-    size: int  # the whole dim
-    inner: int  # product of the dims after
-    ranks: int  # how many chunks
+    outer: int  # product of the dims before the split one
+    size: int  # length of the split dim over all ranks
+    inner: int  # product of the dims after the split one
+    ranks: int  # number of chunks
 
     @property
     def chunk(self) -> int:
@@ -28,7 +28,7 @@ class DimSplit(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Check that all chunks are full."""
+        """Return whether all chunks are full."""
         return self.chunk * self.ranks == self.size
 
     def length(self, rank: int) -> int:
@@ -43,19 +43,19 @@ def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> DimSplit:
 
 
 def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:
-    """View a new tensor, which nobody else holds, in another shape so that torch does not take it for a view.
+    """Reshape a new tensor, to which there is no other reference, so that torch does not take the result for a view.
 
-    A module should not return a view: FSDP hooks onto its result, and warns that an in-place operation would lose the
-    hook.
+    A module should not return a view: FSDP registers a hook on its result, and warns that an in-place operation on a
+    view would lose the hook.
     """
     return torch.ops.aten._unsafe_view(x, list(shape))
 
 
 def shapes_of(*tensors: Tensor) -> str:
-    """Write the shapes of tensors: "8×6, 6×3"."""
+    """Return the shapes of tensors as text, such as "8×6, 6×3"."""
     return ", ".join(dims(t.shape) for t in tensors)
 
 
 def dims(shape: Iterable[int]) -> str:
-    """Write a shape: "8×6"."""
+    """Return a shape as text, such as "8×6"."""
     return "×".join(map(str, shape))

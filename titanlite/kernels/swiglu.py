@@ -1,8 +1,8 @@
 """SwiGLU gate over one fused projection whose columns interleave gate and up in blocks.
 
-Backward is one pass over memory, where a compiler computes both halves of the gradient for each element. For a result
-in float8, gate and cast are one pass, and so are backward and its cast: compilers read a row of 28,672 numbers at least
-twice (`titanlite/kernels/device/swiglu.py`).
+Backward has a kernel with one pass over memory; compilers compute both halves of the gradient for each element. For a
+result in float8, gate and cast are one pass, and so are backward and its cast. Compilers read a row of 28,672 numbers
+at least twice (`titanlite/kernels/device/swiglu.py`).
 
 Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
 """
@@ -18,15 +18,15 @@ from titanlite.kernels.float8_scales import cast_by_amax
 from titanlite.kernels.operators import operator
 
 BLOCK = 128
-"""Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width. So equal parts of whole
-block pairs are valid tensor-parallel shards of the fused weight."""
+"""Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width. So the fused weight can be
+cut into tensor-parallel shards after any pair of blocks."""
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, formed in float32.
+    """Return `silu(gate) * up`, computed in float32.
 
     Args:
-        x: [M, 2F], blocks of 128 columns of gate and up in turn.
+        x: [M, 2F], alternating blocks of 128 columns of gate and up.
 
     Returns:
         [M, F] in `x.dtype`.
@@ -56,7 +56,7 @@ def gated(x: Tensor) -> Tensor:
 
 @operator("swiglu_grad", "swiglu.launch_swiglu_grad")
 def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of `swiglu`, [M, 2F] in `x.dtype`, formed in float32; grad: [M, F], of the result."""
+    """Return the gradient of `x` in `swiglu`, [M, 2F], computed in float32; `grad`: gradient of the result, [M, F]."""
     gate, up = gate_and_up(x)
     grad = grad.unflatten(-1, (-1, BLOCK)).to(gate.dtype)
     sigmoid = gate.sigmoid()
@@ -67,11 +67,11 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 @operator("swiglu_cast", "swiglu.launch_swiglu_cast")
 def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Cast `swiglu(x)`.
+    """Cast `swiglu(x)` to float8.
 
     Args:
         x: [M, 2F].
-        by_row: whether each row has a scale; one for all otherwise.
+        by_row: whether each row has its own scale; otherwise one scale is for all.
         dtype: float8.
         pow2: round scales down to a power of two.
 
@@ -85,13 +85,13 @@ def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tupl
 def swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast `swiglu_grad(grad, x)`, and `swiglu(x)` again, so that backward need not keep it.
+    """Cast `swiglu_grad(grad, x)` to float8, and repeat `swiglu_cast`, so that its result need not be kept.
 
     Args:
-        grad: [M, F].
-        x, by_row, pow2: as of `swiglu_cast`.
-        dtype: float8, of the gradient.
-        result_dtype: float8, of `swiglu(x)`.
+        grad: [M, F], gradient of `swiglu(x)`.
+        x, by_row, pow2: see `swiglu_cast`.
+        dtype: float8 dtype of the gradient.
+        result_dtype: float8 dtype of `swiglu(x)`.
 
     Returns:
         Bytes [M, 2F] of the gradient, and their inverse scales, [M, 1] or [] float32; bytes [M, F] and inverse scales

@@ -1,4 +1,4 @@
-"""Symmetric products: the half below the diagonal is computed, and written twice.
+"""Matrix products that are symmetric: the half below the diagonal is computed, and also written above the diagonal.
 
 Orthogonalisation needs X Xᵀ, and products of symmetric matrices that commute.
 """
@@ -27,8 +27,8 @@ def symmetric_product(
     Args:
         x: [B, R, C].
         y: as `x`; None: `x`.
-        added: D, [B, R, R], symmetric: what lies above its diagonal may not be read. None: zeros.
-        alpha, beta, diagonal: the numbers of the formula.
+        added: D, [B, R, R], symmetric; elements above its diagonal are not always read. None: zeros.
+        alpha, beta, diagonal: factors in the formula.
 
     Returns:
         [B, R, R], in the dtype of `x`; sums are float32 or wider.

@@ -1,15 +1,15 @@
 """The exchange of tokens and of experts' results among ranks that hold different experts of a layer.
 
-Each of P ranks has M tokens and E/P experts. A token that chooses 8 of 128 experts needs nearly all of a few ranks, so
-all tokens go to all ranks: near the least traffic, and of one size whatever the routers choose. The results of single
-slots come back, each from the rank that has the slot's expert. Nothing is added on the way: owners add in the order of
-slots, as `combine` does, so results have the same bits for any P.
+Each of P ranks owns M tokens and E/P experts. The experts of a token, such as 8 of 128, are on nearly all ranks if
+these are few, so every token is sent to every rank: the traffic is near the minimum, and independent of the routing.
+Slot m·K + k is token m at its k-th expert. The result of each slot is sent back by the rank of its expert. Only the
+token's owner adds the results, in the order of slots as `combine` does, so sums have the same bits for any P.
 
-    gather_from_ranks                        all-gather, once to each rank
-    combine_at_owners, gradients_at_owners   rows to the slots of their owners, and sums there
+    gather_from_ranks                        all-gather of tokens
+    combine_at_owners, gradients_at_owners   send rows to the owners of their tokens, which add them up
 
-On GPUs of one host that see each other's memory, copy engines gather, and a kernel stores each row with its owner.
-Elsewhere both are NCCL's collectives, and the second moves a row for every slot of every rank.
+On GPUs of one host with peer access, copy engines gather, and a kernel stores each row in its owner's memory. Elsewhere
+NCCL's collectives do both, and a row is sent back for every slot of every rank.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_row
 
 
 def no_token_exchange(group: str, device: Device | None = None) -> str | None:
-    """Return why NCCL moves tokens among the GPUs of a group, or None; a collective, once. Arguments as of
-    `no_shared_memory`."""
+    """Return the reason why the GPUs of a group exchange tokens by NCCL, or None. Collective on the first call.
+
+    For `device` see `no_shared_memory`.
+    """
     return too_many_ranks(named_group(group).size) or no_shared_memory(group, EXPERTS, n_slots=1, device=device)
 
 
@@ -50,7 +52,7 @@ def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
 
 
 def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
-    """Count stores to peers: each slot's row, and for gradients its weight."""
+    """Return the bytes stored to peers: each slot's row, and for gradients its weight's. None if NCCL moves them."""
     of = named_group(others[-1])
     if not device.is_gpu or no_token_exchange(of.name, device):
         return None
@@ -64,11 +66,11 @@ def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor
     """Send rows to the ranks that own their tokens, and add up the rows of each token as `combine` does.
 
     Args:
-        o: [R, D], of this rank's experts.
-        slots: [R] int32, m·K + k of each row among the tokens of all ranks; -1 for none.
-        choices: [M, K] int32, of this rank's tokens.
-        weights: [M, K] float32.
-        n_experts: of each rank.
+        o: [R, D], rows of this rank's experts.
+        slots: [R] int32, slot of each row among the tokens of all ranks; -1: none.
+        choices: [M, K] int32, the experts of this rank's tokens.
+        weights: [M, K] float32, their weights.
+        n_experts: experts per rank.
         group: name of the process group.
 
     Returns:
@@ -83,21 +85,21 @@ def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor
 def gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Send rows as `combine_at_owners` does, with weights of 1, and the gradients of weights.
+    """Send gradients of rows as `combine_at_owners` sends rows, but unweighted, and the gradients of the weights.
 
     Args:
-        o, slots, choices, n_experts, group: as of `combine_at_owners`.
-        dots: [P·M, K], valid where a slot's expert is here.
+        o, slots, choices, n_experts, group: see `combine_at_owners`.
+        dots: [P·M, K], gradients of the weights of all ranks' slots, valid for slots of this rank's experts.
 
     Returns:
-        [M, D] in `o.dtype`, and [M, K] in `dots.dtype`.
+        The gradients of this rank's tokens, [M, D] in `o.dtype`, and of their weights, [M, K] in `dots.dtype`.
     """
     of, at = named_group(group), _arrived(choices, n_experts)
     return combine(_to_owners(o, slots, choices, of), at, None), exchange(dots.flatten(), of)[at.long()]
 
 
 def _to_owners(o: Tensor, slots: Tensor, choices: Tensor, group: Group) -> Tensor:
-    """Send rows by all-to-all; [P·M·K, D]: from each rank the rows of this rank's slots, valid for its own experts."""
+    """Send rows by all-to-all. Return [P·M·K, D]: from each rank M·K rows, valid for slots of that rank's experts."""
     return exchange(gather_rows(o, rows_of_slots(slots, group.size * choices.numel()), 1), group)
 
 
@@ -112,7 +114,7 @@ def slots_of(choices: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """The places of rows, as `expert_rows` returns them."""
+    """The results of `expert_rows`, see there."""
 
     rows: Tensor
     slots: Tensor
@@ -120,29 +122,30 @@ class Routing(NamedTuple):
 
 
 class Dispatch:
-    """The way of tokens to their experts and back; `group` as of `experts.PlainExperts`."""
+    """Moves tokens to the rows of their experts and back. `group`: fields of a `Group`; none: all experts are here."""
 
     def __init__(self, *group: str | int) -> None:
         self.group = Group(*group) if group else None  # type: ignore[arg-type]
 
     def gathered(self, *own: Tensor) -> tuple[Tensor, ...]:
-        """Gather tensors by token, [M, …], from all ranks, [P·M, …]."""
+        """Gather tensors [M, …], which have an entry per token, from all ranks to [P·M, …]."""
         return own if self.group is None else tuple(gather_from_ranks(list(own), self.group.name))
 
     def routing(self, choices: Tensor, count: int) -> Routing:
-        """Find the rows of this rank's `count` experts; choices: [P·M, K], of all ranks."""
+        """Find the rows of this rank's `count` experts; `choices`: [P·M, K], the experts of all ranks' tokens."""
         return Routing(*expert_rows(choices, 0 if self.group is None else self.group.rank * count, count))
 
     def rows(self, x: Tensor, routing: Routing, after: Tensor | None = None) -> Tensor:
-        """Copy tokens, [P·M, D], to their rows, [R, D], zeros in rows without a token; `after` as of `spread_rows`."""
+        """Copy tokens [P·M, D] to their rows [R, D], zeros in rows without a token. For `after` see `spread_rows`."""
         if self.group is None:
             return spread_rows(x, routing.rows, None, len(routing.slots), after)
         return gather_rows(x, routing.slots, routing.rows.shape[1], after)
 
     def sums(self, o: Tensor, routing: Routing, choices: Tensor, weights: Tensor, count: int) -> Tensor:
-        """Add up the results of each token of this rank, times their weights: [M, D].
+        """Return the sums of experts' results, times their weights, for each token of this rank, [M, D].
 
-        `o`, [R, D], is of this rank's `count` experts; choices and weights are [M, K], of this rank's tokens.
+        `o`, [R, D], has the results of this rank's `count` experts. `choices` and `weights`, [M, K], are the experts of
+        this rank's tokens, and their weights.
         """
         if self.group is None:
             return combine(o, routing.rows, weights)
@@ -151,9 +154,9 @@ class Dispatch:
     def gradients(
         self, o: Tensor, routing: Routing, choices: Tensor, dots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's tokens, [M, D], and weights, [M, K]; arguments as of `sums`.
+        """Return the gradients of this rank's tokens, [M, D], and of their weights, [M, K].
 
-        `dots`, [P·M, K], has the gradients of the weights of slots whose experts are here.
+        `o` has the gradients of rows, `dots`, [P·M, K], of the weights of this rank's experts. See `sums`.
         """
         if self.group is None:
             return combine(o, routing.rows, None), dots
