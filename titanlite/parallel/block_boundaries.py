@@ -1,7 +1,7 @@
-"""Compare two computations of a model at the boundaries of its blocks.
+"""Compare a tensor-parallel model with the same model on one process, at the boundaries of its blocks.
 
-`BoundaryRecord` records the tensors of the whole model, `BoundaryComparison` compares a rank's part with them. After
-each boundary the part goes on with the exact tensor, and in backward with its exact gradient.
+`BoundaryRecord` records the tensors of the unsplit model, and `BoundaryComparison` compares a rank's parts with them.
+After each boundary the rank continues with the recorded tensor, and in backward with the recorded gradient.
 """
 
 import math
@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 from titanlite.parallel.mesh import Mesh
 
 AROUND = "around the blocks"
-"""The part of a model that is no block."""
+"""Name of the part of a model that is outside of its blocks."""
 
 
 class OtherCallsError(Exception):
-    """A rank calls blocks in another order than one process does."""
+    """A rank calls blocks in another order than the unsplit model does."""
 
 
 @dataclass
 class _BoundaryTensor:
-    """A tensor of the whole model at a boundary."""
+    """A recorded tensor of the unsplit model at the boundary of a block."""
 
     name: str
     value: Tensor
@@ -34,13 +34,13 @@ class _BoundaryTensor:
 
 
 class BoundaryRecord:
-    """The tensors at the boundaries of the whole model's blocks, in order, the logits last."""
+    """The tensors at the boundaries of the unsplit model's blocks, in order, the logits last."""
 
     def __init__(self) -> None:
         self.tensors: list[_BoundaryTensor] = []
 
     def meet(self, part: str, part_of_gradient: str, name: str, x: Tensor) -> Tensor:
-        """Record a tensor, and later its gradient."""
+        """Record tensor `x`, and in backward its gradient; return `x`. For the arguments see `BoundaryComparison`."""
         known = _BoundaryTensor(name, x.detach())
         self.tensors.append(known)
 
@@ -52,9 +52,9 @@ class BoundaryRecord:
 
 
 class BoundaryComparison:
-    """Compares a tensor-parallel rank's tensors with its parts of the recorded ones of the whole model.
+    """Compares a tensor-parallel rank's tensors with its parts of the recorded tensors of the unsplit model.
 
-    `errors` has the relative difference by (part of the model, tensor); infinite for another shape.
+    `errors` has the relative difference by (part of the model, name of the tensor); infinite if shapes differ.
     """
 
     def __init__(self, record: BoundaryRecord, mesh: Mesh) -> None:
@@ -62,15 +62,15 @@ class BoundaryComparison:
         self._left, self._mesh = iter(record.tensors), mesh
 
     def meet(self, part: str, part_of_gradient: str, name: str, x: Tensor) -> Tensor:
-        """Compare this rank's part of a tensor, and later its gradient; return the exact one, with an exact gradient.
+        """Compare this rank's part of a tensor, and in backward its gradient; return the recorded part in its place.
 
         Args:
-            part, part_of_gradient: of the model, that compute the tensor and its gradient.
+            part, part_of_gradient: names of the parts of the model that compute the tensor and its gradient.
             name: of the tensor, in words.
-            x: the part.
+            x: this rank's part of the tensor.
 
         Raises:
-            OtherCallsError: the whole model had another tensor here.
+            OtherCallsError: the unsplit model had another tensor at this boundary.
         """
         known = next(self._left, None)
         if known is None or known.name != name:
@@ -86,7 +86,10 @@ class BoundaryComparison:
         return _Boundary.apply(x, exact, compared)
 
     def hold_gradient(self, part: str, name: str, own: Tensor, whole: Tensor) -> Tensor:
-        """Compare a gradient, of a whole tensor its sum over ranks; return the exact one, or this rank's term."""
+        """Compare this rank's gradient, `own`, with its part of the recorded one, `whole`, and return this part.
+
+        If the tensor is not split, compare the sum of all ranks' gradients, and return `own`.
+        """
         name = f"the gradient of {name}"
         if own.shape != whole.shape:
             exact = self._hold(part, name, own, whole)
@@ -97,7 +100,7 @@ class BoundaryComparison:
         return own
 
     def part(self, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return this rank's part of a tensor by the part's shape; None if there is no such part."""
+        """Return this rank's part, of a given shape, of an unsplit tensor; None if no split gives this shape."""
         split = [d for d, n in enumerate(whole.shape) if len(shape) == whole.ndim and shape[d] != n]
         parts = whole.tensor_split(self._mesh.tp_size, split[0]) if split else [whole] * self._mesh.tp_size
         own = parts[self._mesh.tp.get_local_rank()]
@@ -112,9 +115,10 @@ class BoundaryComparison:
 
 
 def watch(block: nn.Module, name: str, boundaries: BoundaryRecord | BoundaryComparison) -> None:
-    """Replace a block's `forward` by one whose arguments and results `boundaries` meet.
+    """Replace a block's `forward` by one that passes tensors among its arguments and results to `boundaries.meet`.
 
-    A later call with the same shapes returns its tokens, if the first result had their shape: it was compared then.
+    Only the first call with given shapes is compared. If its result has the shape of the tokens, later calls with these
+    shapes return their tokens without computing the block.
     """
     forward: Callable[..., Any] = block.forward
     passing: set[object] = set()
@@ -151,8 +155,8 @@ class _Boundary(torch.autograd.Function):
 
 
 def _relative_error(own: Tensor, exact: Tensor, whole: Tensor) -> float:
-    """Return the root mean square of the difference over the whole tensor's; NaN if it is infinite."""
-    equal = (own == exact) | (own.isnan() & exact.isnan())  # infinite ones, too, as in a mask
+    """Return the root mean square of `own - exact`, divided by that of the tensor `whole`; NaN if this is infinite."""
+    equal = (own == exact) | (own.isnan() & exact.isnan())  # also infinite elements, as in a mask
     if bool(equal.all()):
         return 0.0
     difference = torch.where(equal, 0.0, own.double() - exact.double())

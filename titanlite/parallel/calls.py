@@ -8,7 +8,7 @@ from torch.fx import Node
 
 
 def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers: dropout does not with a probability of 0, or out of training."""
+    """Return whether a call draws random numbers. Dropout with a probability of 0, or outside of training, does not."""
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = arguments(op, args, kwargs)
@@ -16,13 +16,13 @@ def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name, with defaults."""
+    """Return a call's arguments by name, including defaults."""
     schema = {a.name: a.default_value if a.has_default_value() else None for a in op._schema.arguments}
     return schema | dict(zip(schema, args, strict=False)) | dict(kwargs)
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """Return the arguments of a call in a graph: of an operator by name, of a Python function by number."""
+    """Return the arguments of a call in a graph: of an operator by name, of a Python function by position."""
     if isinstance(node.target, torch._ops.OpOverload):
         return arguments(node.target, node.args, node.kwargs)
     return {str(i): value for i, value in enumerate(node.args)} | node.kwargs

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one graph serves every block, and FSDP's hooks are outside of it."""
+"""torch.compile, block by block: one graph serves every block, and FSDP's hooks are outside of the graph."""
 
 import logging
 
@@ -16,14 +16,14 @@ def apply_compile(model: nn.Module) -> None:
     graphs = 8 + 2 * len(model.layers)  # type: ignore[arg-type]
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Each rank would warn that save-lists must not meet in-place ops; our blocks have none.
+    # Each rank would warn that save-lists are wrong for code with in-place operations; our blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for block in model.layers:  # type: ignore[union-attr]
         block.compile(fullgraph=True, dynamic=False)
 
 
 def compile_entry(model: nn.Module, requested: bool) -> Entry:
-    """Return the receipt's entry after a step: the environment can turn the compiler off."""
+    """Return the receipt's entry, after a step: its count of graphs shows if the environment disables the compiler."""
     if not requested:
         return Entry("compile", False, "off", count=0)
     from torch._dynamo.utils import counters  # slow to import

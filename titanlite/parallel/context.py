@@ -1,7 +1,7 @@
-"""Context parallelism: ranks of a group have the same samples, and a part of their tokens each.
+"""Context parallelism: the ranks of a group have the same samples, and each rank a part of the tokens.
 
-Attention gathers the other tokens' keys itself (`kernels/context_attention.py`); all other layers are unchanged. The
-parts are made with the batches (`data/context_split.py`). To weights these ranks are data-parallel ones.
+Attention gathers the other ranks' keys (`kernels/context_attention.py`); all other layers are unchanged. The tokens are
+split where batches are made (`data/context_split.py`). For weights and gradients these ranks are data-parallel.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from titanlite.receipt import Entry
 
 
 def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
-    """Return the ranks that share a sequence's tokens, None if each has whole sequences; `windows` are the layers'."""
+    """Return the ranks that share a sequence's tokens; None if they share none. `windows`: of attention, by layer."""
     group = mesh.context_group
     return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
 def balance_over_sharers(model: nn.Module, sharers: Group | None) -> None:
-    """Let routers balance the tokens of all ranks that share a micro-batch; None: this rank has all tokens."""
+    """Make routers balance the tokens of all ranks that share a micro-batch; None: each rank has its own."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.group = sharers
@@ -45,5 +45,5 @@ def context_entry(model: nn.Module, config: Config) -> Entry:
         "keys travel by": "all-to-all: those of documents that a rank has tokens of",
     }
     if not set(windows_of(model)) <= exchanged.keys():
-        layers = 0  # a user's model has not passed its sequences on
+        layers = 0  # a user's model has not passed its sequences on to attention
     return Entry("context_parallel", ranks, applied, count=layers, key="parallelism.context_parallel_degree")

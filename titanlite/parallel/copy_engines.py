@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def param_group(unit: FSDPModule) -> FSDPParamGroup | None:
-    """Return the weights of a unit, which FSDP gathers together; None if it has none."""
+    """Return FSDP's group of a unit's parameters, which are gathered together; None if the unit has no parameters."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
 def no_copy_engines(mesh: Mesh) -> str | None:
-    """Return why copy engines cannot gather and reduce parameters over a mesh, the same on all ranks, or None.
+    """Return the reason why copy engines cannot gather and reduce parameters over a mesh, or None.
 
-    Collective: the ranks try to share memory, which the system of one host may not allow.
+    Collective: the ranks try to share memory, which a host's system may refuse. All ranks return the same reason.
     """
     if not mesh.built_for.is_gpu:
         return "there are none without GPUs"
@@ -41,12 +41,12 @@ def no_copy_engines(mesh: Mesh) -> str | None:
 
 
 def shard_group(mesh: Mesh) -> str:
-    """Return the name of the group of ranks that share each parameter."""
+    """Return the name of the group of ranks over which each parameter is sharded."""
     return mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
 
 
 class _NamedExchange:
-    """The exchange of a device that is only named: torch's collectives, which move as many bytes."""
+    """The exchange for a device that is named but not present: torch's collectives, which send as many bytes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._device, self._group = mesh.device, named_group(shard_group(mesh))
@@ -62,7 +62,7 @@ class _NamedExchange:
 
 
 def exchanges(mesh: Mesh) -> tuple[Any, Any]:
-    """Return the exchanges that gather and that reduce shards."""
+    """Return two exchanges: the first all-gathers weights, the second reduce-scatters gradients."""
     if mesh.built_for.is_named:
         return _NamedExchange(mesh), _NamedExchange(mesh)
     from titanlite.kernels.device import shard_exchange
@@ -77,13 +77,13 @@ class PushedAllGather(AllGather):
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the output, of which the input is a part."""
+        """Allocate the output. FSDP makes the input a part of it."""
         return self._exchange.buffer(math.prod(size), dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Write the input to the other ranks' outputs."""
+        """Copy this rank's shard to the other ranks' outputs."""
         self._exchange(input_tensor)
 
 
@@ -96,7 +96,7 @@ class PushedReduceScatter(ReduceScatter):
         self._is_sum = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input and the sum, in turn."""
+        """Allocate the input and the sum, in alternate calls."""
         self._is_sum = not self._is_sum
         return self._memory.allocate(size, dtype=torch.float32 if self._is_sum else dtype, device=device)
 
@@ -108,12 +108,15 @@ class PushedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum over ranks."""
+        """Sum the ranks' inputs, and write this rank's shard of the sum to the output."""
         self.exchange(input_tensor, output_tensor)
 
 
 def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Entry:
-    """Return the receipt's entry: how many blocks copy engines gather and reduce; `why` is `no_copy_engines`'s."""
+    """Return the receipt's entry: the number of blocks that copy engines gather and reduce.
+
+    `is_asked`: the config demands copy engines. `why`: the result of `no_copy_engines`.
+    """
     units = [m for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
     groups = [group for group in map(param_group, units) if group is not None]
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
@@ -127,7 +130,7 @@ def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Ent
 
 
 def _has_sharded_experts(block: nn.Module) -> bool:
-    """Return whether some experts are a unit of their own over several ranks."""
+    """Return whether the block has experts that are a separate FSDP unit, sharded over several ranks."""
     weights = [m.w13 for m in block.modules() if isinstance(m, MixtureOfExperts)]
     groups = [param_group(weight) for weight in weights if isinstance(weight, FSDPModule)]
     return any(group is not None and group.mesh_info.mesh.size(-1) > 1 for group in groups)

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of a group has some experts of every layer, whole, and gets all tokens for them.
+"""Expert parallelism: each rank of a group has some experts of every layer, and receives the tokens of all ranks.
 
-A group is a run of neighbours among the ranks that shard parameters, tensor-parallel ranks included, which have their
-own tokens here. Weights of experts are DTensors over it, by rows, which are in order of the experts; FSDP splits a
-rank's experts over the ranks of other groups, as units of their own (`fsdp.py`). The rest of the model is sharded over
-all ranks.
+A group consists of neighbours among the ranks that shard parameters. Tensor-parallel ranks are separate ranks in it,
+with their own tokens. Weights of experts are DTensors, split over the group by rows, which are in the order of the
+experts. FSDP splits a rank's experts further, over the ranks of other groups, as separate units (`fsdp.py`). The rest
+of the model is sharded over all ranks.
 """
 
 from torch import nn
@@ -21,11 +21,11 @@ KEY = "parallelism.expert_parallel_degree"
 
 
 def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExperts]:
-    """Return a model's mixtures of experts by name; `degree` ranks share the experts of each.
+    """Return a model's mixtures of experts by name, after a check that `degree` ranks can share the experts of each.
 
     Raises:
-        ShardingError: there are none to share, their number is not divisible by the ranks, or a user's class computes
-            otherwise.
+        ShardingError: the model has no experts, their number is not a multiple of `degree`, or a user's class changes
+            their computation.
     """
     own, want, fix = "one of the model's own", "titanlite's, which ranks can share", "expert_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
@@ -48,8 +48,8 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
 
     Args:
         model: on the meta device, not sharded yet.
-        mesh: has expert groups.
-        tokens: of a rank's micro-batch.
+        mesh: with expert groups.
+        tokens: number of tokens of a rank's micro-batch.
 
     Raises:
         ShardingError: see `experts_to_share`.

@@ -1,11 +1,11 @@
-"""A fake world: this process is any rank of any number, and its tensors have no memory.
+"""A fake world: this process acts as one rank of any number of ranks, and its tensors have no memory.
 
-Collectives of torch's fake process group return at once; fake tensors have only shapes. Coordinates in a mesh, which
-torch computes with tensors, use real ones; objects that are gathered from ranks are copies of this rank's. A process
-that has a process group keeps it, and is a rank of it again afterwards.
+Collectives of torch's fake process group return at once, and fake tensors have only shapes. torch computes a rank's
+coordinates in a mesh with tensors; these tensors are real. Gathering an object from all ranks returns copies of this
+rank's object. The process group that a process had before is restored afterwards.
 
-torch caches by mesh, and its entries have names of groups that end with their world. So meshes of a fake world must not
-equal another's: torch compares them by thread, too, and each world has a thread number of its own.
+torch has caches with meshes as keys, whose entries name groups of the fake world. So a mesh of one world must not equal
+a mesh of another. Since torch's comparison includes a mesh's thread number, each world sets its own number.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ from titanlite.kernels import flash_attention_4
 from titanlite.kernels.context_attention import exchanged
 from titanlite.kernels.lowering import lowered
 
-_numbers = count(-1, -1)  # that no thread has
+_numbers = count(-1, -1)  # thread numbers that no thread has
 
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Generator[None]:
-    """Be one rank of a world of processes, within a context."""
+    """Make this process act as one rank of a world of that many processes, within a context."""
     places = [(DeviceMesh, "__init__"), (DeviceMesh, "get_coordinate"), (dist, "all_gather_object")]
     before = [(of, name, getattr(of, name)) for of, name in places]
     served, threads = flash_attention_4.serve(()), torch.get_num_threads()
@@ -56,7 +56,7 @@ def fake_world(rank: int, world: int) -> Generator[None]:
 
 @contextmanager
 def _process_group(rank: int, world: int) -> Generator[None]:
-    """Make a fake process group the default one within a context; destroy its groups afterwards."""
+    """Make a fake process group the default one within a context. Afterwards restore the previous one."""
     torchs = dist.distributed_c10d
     real, known, made = torchs.GroupMember.WORLD, {*torchs._world.pg_names}, torchs._world.group_count
     torchs._update_default_pg(None)

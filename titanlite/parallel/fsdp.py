@@ -1,4 +1,4 @@
-"""FSDP2, always: over a mesh of one if need be, so that bf16 compute with float32 masters holds in every layout.
+"""FSDP2, in every layout: also on a single rank, so that weights are bfloat16 in compute and float32 in the optimizer.
 
 Gradients are summed, not averaged, over the data-parallel ranks: the step divides the loss by the global number of
 targets before backward.
@@ -33,28 +33,29 @@ from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEm
 class FSDPUnit:
     """Modules whose weights FSDP gathers together."""
 
-    modules: tuple[nn.Module, ...]  # the model itself: for the weights that no other unit has
-    mesh: DeviceMesh  # that its weights are split over; the last axis shards, one before it replicates
+    modules: tuple[nn.Module, ...]  # the model itself stands for all weights that no other unit has
+    mesh: DeviceMesh  # over which the weights are split; the last axis shards, an axis before it replicates
     reshards: bool  # whether gathered weights are freed after forward
-    is_read_backward: bool = True  # whether backward needs them, gathered again if they were freed
-    is_block: bool = False  # whether it is one of `layers`, which copy engines may gather
-    read_by: nn.Module | None = None  # reads the weights without calling `modules`, and has FSDP's hooks
+    is_read_backward: bool = True  # whether backward needs the gathered weights
+    is_block: bool = False  # whether the unit is one of `model.layers`, which copy engines may gather
+    read_by: nn.Module | None = None  # a module that reads the weights without calling `modules`; gets FSDP's hooks
 
 
 def frees_after_forward(config: Config, shards: int) -> tuple[bool, bool]:
-    """Return whether gathered weights are freed after forward: (of blocks, of the head or an embedding tied to it).
+    """Return whether gathered weights are freed after forward: those of blocks, and those of the head.
 
-    By default weights on a single shard are not freed: gathering them is a copy.
+    The head includes an embedding that is tied to it. By default weights on a single shard are not freed.
     """
     reshard = config.parallelism.fsdp_reshard_after_forward
     return reshard == "always" or (reshard == "default" and shards > 1), reshard == "always"
 
 
 def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
-    """Return the units in FSDP's order, the model last: each block, embedding and head; tied, these are the model's.
+    """Return the units in the order in which FSDP is applied: experts, blocks, embedding, head, and the model last.
 
-    An embedding is gathered for forward alone, unless it is tied to the head, of a user's class, or hooked. Experts
-    that ranks share out are units of their own, over their own ranks, and freed with their block.
+    A tied embedding and head belong to the model's unit. Another embedding is gathered only for forward, unless it is
+    of a user's class, or has hooks. Experts are separate units, over their own mesh, if tensor-parallel or
+    expert-parallel ranks share them, and are freed with their block.
     """
     on = mesh.fsdp
     frees_blocks, frees_ends = frees_after_forward(config, on.size(-1))
@@ -68,7 +69,7 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
 
 
 def _expert_units(model: nn.Module, mesh: Mesh, reshards: bool) -> list[FSDPUnit]:
-    """Return a unit of the experts of each block, and of experts outside of blocks, if ranks share them out."""
+    """Return a unit for the experts of each block, and one for those outside of blocks, if experts have a mesh."""
     if mesh.experts is None:
         return []
     units, seen = [], set[nn.Module]()
@@ -89,9 +90,9 @@ def apply_fsdp(
     Args:
         model: not sharded yet.
         config: `training.mixed_precision_*`, `parallelism.fsdp_reshard_after_forward`.
-        mesh: of the ranks.
-        follow: whether gradients take memory that activations leave, see `MemoryModel.gradients_follow`: only with one
-            micro-step, and a reduction in the masters' dtype.
+        mesh: of the run.
+        follow: whether gradients are allocated in memory that activations free, see `MemoryModel.gradients_follow`.
+            Needs a single micro-step, and reductions in the dtype of the master weights.
         by_copy_engines: whether copy engines gather and reduce blocks, see `no_copy_engines`.
     """
     policy = MixedPrecisionPolicy(
@@ -101,7 +102,7 @@ def apply_fsdp(
     )
     # Copy engines send gradients as they are, and sum in float32.
     pushed = replace(policy, reduce_dtype=policy.param_dtype) if by_copy_engines else policy
-    units = fsdp_units(model, config, mesh)  # all, before FSDP's hooks
+    units = fsdp_units(model, config, mesh)  # before FSDP registers hooks
     for unit in units:
         how, modules = pushed if unit.is_block else policy, list(unit.modules)
         together = modules if len(modules) > 1 else modules[0]
@@ -146,17 +147,17 @@ def _looks_up(embedding: nn.Module) -> bool:
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP's, with its sum in memory of the compute stream: the sum is the gradient, where activations were.
+    """FSDP's reduce-scatter, with its sum, the gradient, in memory of the compute stream, which activations free.
 
-    Safe without `record_stream`: the reducing streams have waited for the compute stream when the sum is allocated, and
-    the compute stream waits for them before the optimizer's step, after which the sum is freed. A sum that is added to
-    a gradient, or cast, would be freed before it is read.
+    This is safe without `record_stream`: the reducing streams have waited for the compute stream when the sum is
+    allocated, and the compute stream waits for them before the optimizer's step, after which the sum is freed. It would
+    not be safe for a sum that is cast, or added to a gradient: that is freed before it is read.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input, or on FSDP's stream the sum."""
+        """Allocate the input or, when called on FSDP's stream, the sum."""
         is_cuda, settings = device.type == "cuda", cast(Any, torch.utils.deterministic)
-        # Deterministic mode would fill it on this stream, while FSDP's stream writes the sum.
+        # Deterministic mode would fill the memory on this stream, while FSDP's stream writes the sum.
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         with torch.cuda.stream(torch.cuda.default_stream(device)) if is_cuda else nullcontext():
             memory = torch.empty(*size, dtype=dtype, device=device)
@@ -165,20 +166,20 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Prepare the units of a model for the first step, once its weights have memory; call once after `apply_fsdp`.
+    """Prepare a model's units for the first step. Call once after `apply_fsdp`, when the weights have memory.
 
-    Each unit is gathered and freed once, which makes FSDP move shards that need padding. Gathered weights become plain
-    tensors, under tensor parallelism this rank's part: unwrapping DTensors at each call of a compiled block takes time
-    of the host (docs/performance.md). On a single data-parallel rank a hook of each gathered weight gives its gradient
-    to the master, so that FSDP finds none: gradients are then in memory of the compute stream, and come one by one, as
-    activations are freed. Reductions by copy engines get their memory and kernels.
+    Each unit is gathered and freed once, which makes FSDP move shards that need padding. Gathered weights that are
+    DTensors become plain tensors with this rank's part: unwrapping them at each call of a compiled block would take
+    time of the host (docs/performance.md). On a single data-parallel rank, a hook of each gathered weight moves its
+    gradient to the master weight, and FSDP reduces nothing. Gradients then lie in memory of the compute stream, and are
+    made one by one while activations are freed. Reductions by copy engines prepare their memory and kernels.
     """
     dtype, done = getattr(torch, config.training.mixed_precision_reduce), set()
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
         group = param_group(unit)
-        if group is None or group in done:  # a unit without weights, or one of several modules
+        if group is None or group in done:  # a unit without weights, or another module of a unit
             continue
         done.add(group)
         unit.unshard()
@@ -199,13 +200,16 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
 
 def units_of(block: nn.Module) -> list[FSDPModule]:
-    """Return one module of each FSDP unit in a block: itself, and experts that are a unit of their own."""
+    """Return one module of each FSDP unit in a block: the block, and experts that are a separate unit."""
     found = {m._get_fsdp_state(): m for m in block.modules() if isinstance(m, FSDPModule)}
     return list(found.values())
 
 
 def dtype_of_reduction(block: nn.Module) -> str:
-    """Name the dtype to which gradients of a gathered block are rounded on their way to their masters."""
+    """Name the dtype to which a block's gradients are rounded before the master weights receive them.
+
+    The block must be gathered.
+    """
     dtypes = set[object]()
     for group in filter(None, map(param_group, units_of(block))):
         weights = [param.unsharded_param for param in group.fsdp_params]
@@ -220,7 +224,7 @@ def dtype_of_reduction(block: nn.Module) -> str:
 
 
 def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
-    """Add a gathered weight's gradient to its master's, rounded as a reduction over ranks would round it."""
+    """Add a gathered weight's gradient to that of its master weight, rounded to `dtype`, as a reduction would."""
     grad, weight.grad = weight.grad, None
     assert grad is not None  # noqa: S101
     if dtype.itemsize < grad.itemsize:

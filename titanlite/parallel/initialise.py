@@ -1,7 +1,8 @@
-"""Initial weights that depend on the seed, never on the layout; and buffers, which the model computes.
+"""Initial weights, which depend on the seed but never on the layout; and buffers, which the model computes.
 
-Each part of a parameter has a generator of its own, seeded with the run's seed and the part's name. Every rank draws
-whole parts on its device and keeps its slices: 405B takes about a second on one GPU, and needs no seed checkpoint.
+Each part of a fused parameter has its own generator, seeded with the run's seed and the part's name. Every rank draws
+unsplit parts on its device and keeps its slices. For 405B this takes about a second on one GPU, without a seed
+checkpoint.
 """
 
 import hashlib
@@ -17,10 +18,10 @@ from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
 
 
 def fill_buffers(model: nn.Module) -> None:
-    """Let a model that was just materialised compute its buffers, and check that it fills all of them.
+    """Call `fill_buffers` of a newly materialised model, and check that it fills every buffer.
 
     Raises:
-        ConfigError: a buffer still has its mark; buffers of one-byte dtypes, which have no number to spare, pass.
+        ConfigError: a buffer was not filled. Buffers of one-byte dtypes have no spare number for a mark: not checked.
     """
     for buffer in model.buffers():
         if (mark := _mark(buffer.dtype)) is not None:
@@ -35,7 +36,7 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def _mark(dtype: torch.dtype) -> float | None:
-    """Return a number that no buffer of a dtype holds on purpose; None of one-byte dtypes."""
+    """Return a number that no buffer of a dtype holds on purpose; None for one-byte dtypes."""
     if dtype.itemsize == 1:
         return None
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
@@ -60,7 +61,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def nudge(parameters: Mapping[str, Tensor], seed: int, rounding: float) -> None:
-    """Move each weight up or down by a share of itself, the same under every layout; the seed is `training.nudge`."""
+    """Multiply each weight by 1 ± rounding. The random signs are equal in every layout; `seed` is `training.nudge`."""
     for name, parameter in parameters.items():
         with torch.no_grad():
             local = local_data(parameter)  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ def nudge(parameters: Mapping[str, Tensor], seed: int, rounding: float) -> None:
 
 
 def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
-    """Draw the whole parameter `own` of the module `name`, float32."""
+    """Draw the unsplit parameter `own` of the module called `name`, in float32."""
     if own == "bias" and isinstance(module, LayerNorm | Projection):
         return torch.zeros(shape, device=device)
     if isinstance(module, RMSNorm | LayerNorm):
@@ -89,9 +90,9 @@ def _normal(name: str, shape: tuple[int, ...], std: float, device: torch.device,
 
 
 def local_slice(full: Tensor, parameter: Tensor, place: Sequence[int] | None = None) -> Tensor:
-    """Return the part, a view, of a whole tensor that is laid out like a parameter, plain or a DTensor.
+    """Return a view of a rank's part of an unsplit tensor that is laid out like `parameter`, plain or a DTensor.
 
-    `place` has the coordinates of the rank in the parameter's mesh; None: this rank's.
+    `place`: coordinates of the rank in the parameter's mesh; None: this rank's.
     """
     if not isinstance(parameter, DTensor):
         return full

@@ -1,8 +1,8 @@
 """Find checkpointed blocks of a user's model that write buffers or attributes in forward.
 
-A save-list computes a block's forward again in backward. If that forward writes a buffer or counts its calls, it begins
-from other values then, and gradients are silently wrong. So a run checks after its first step whether a checkpointed
-block has written something, by the version that torch counts for each tensor, compiled or not.
+With a save-list, backward computes a block's forward again. If forward writes a buffer or counts its calls, the second
+forward begins with other values, and gradients are silently wrong. So a run checks after its first step whether a
+checkpointed block has written a buffer, by the version that torch counts for each tensor, or a number.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from titanlite.models.experts import MixtureOfExperts
 
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 _OF_A_MIXTURE = ("bias", "share", "counts", "sums")
-"""The trainer writes `bias` and `share` between forwards; recomputation does not repeat counts and sums."""
+"""Buffers that may change: the trainer writes `bias` and `share` between forwards, and `counts` and `sums` are not
+written again when forward is recomputed."""
 
 
 def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
-    """Return name → a buffer's identity and version, or the value of a number that is an attribute, of some blocks."""
+    """Return by name, for some blocks, each buffer's identity and version, and each number that is an attribute."""
     state: dict[str, object] = {}
     for n in blocks:
         for name, module in model.layers[n].named_modules(prefix=f"layers.{n}"):  # type: ignore[index]
             left_out = _OF_A_MIXTURE if isinstance(module, MixtureOfExperts) else ()
             buffers = {own: x for own, x in module.named_buffers(recurse=False) if own not in left_out}
             state |= {f"{name}.{own}": (id(x), x._version) for own, x in buffers.items()}
-            held = [vars(kind) for kind in reversed(type(module).__mro__)] + [vars(module)]  # a class may count
+            held = [vars(kind) for kind in reversed(type(module).__mro__)] + [vars(module)]  # or counted by the class
             numbers = {own: value for each in held for own, value in each.items() if isinstance(value, int | float)}
             state |= {f"{name}.{own}": value for own, value in numbers.items() if own not in _OF_EVERY_MODULE}
     return state

@@ -6,11 +6,11 @@ Three axes, also with a degree of one, so that there is one code path for every 
     dp_shard       FSDP: parameters, gradients and optimizer state are split over it
     tp             each layer is split over it; innermost, so that its ranks are neighbours on one host
 
-Ranks that share a sequence's tokens (context parallelism) are neighbours in `dp_shard`: except to attention and data,
-they are data-parallel ranks.
+Ranks that share a sequence's tokens (context parallelism) are neighbours in `dp_shard`. Except for attention and data
+loading they are data-parallel ranks.
 
-Weights of experts that ranks share out have their own mesh of the same processes. Tensor-parallel ranks, which have
-different tokens there, are separate ranks of it:
+Weights of experts have another mesh of the same processes if expert-parallel or tensor-parallel ranks share them. There
+tensor-parallel ranks, which have different tokens, are separate ranks:
 
     dp_replicate, dp_shard · tp / ep, ep
 """
@@ -29,7 +29,7 @@ from titanlite.receipt import Entry
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh and this process's place in it."""
+    """The mesh, and this process's rank along its axes."""
 
     built_for: Device
     all: DeviceMesh
@@ -39,9 +39,9 @@ class Mesh:
     dp_rank: int
     tp_size: int
     replicas: int
-    experts: DeviceMesh | None = None  # 3-D; None: no experts, or FSDP splits them as other weights
-    context: DeviceMesh | None = None  # 1-D, the ranks that share a sequence's tokens; None: each has whole sequences
-    sharers: DeviceMesh | None = None  # 1-D, context-parallel ranks and their tensor-parallel ranks
+    experts: DeviceMesh | None = None  # 3-D; None: no experts, or FSDP splits them like other weights
+    context: DeviceMesh | None = None  # 1-D, the ranks that share a sequence's tokens; None: no context parallelism
+    sharers: DeviceMesh | None = None  # 1-D, ranks that share a micro-batch's tokens; None: no context parallelism
 
     @property
     def device(self) -> torch.device:
@@ -50,27 +50,27 @@ class Mesh:
 
     @property
     def context_group(self) -> Group | None:
-        """Return the ranks that share a sequence's tokens, None if each has whole sequences."""
+        """Return the ranks that share a sequence's tokens; None without context parallelism."""
         return None if self.context is None else _ranks_of(self.context)
 
     @property
     def micro_batch_group(self) -> Group | None:
-        """Return the ranks that share a micro-batch's tokens, None if this rank has all of them."""
+        """Return the ranks that share a micro-batch's tokens; None if this rank has all its tokens."""
         return self.tp_group if self.sharers is None else _ranks_of(self.sharers)
 
     @property
     def data_size(self) -> int:
-        """Count the ranks, or groups of context-parallel ranks, that have samples of their own."""
+        """Return the number of ranks, or of context-parallel groups, that read different samples."""
         return self.dp_size // (1 if self.context is None else self.context.size())
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank, or of its group, among `data_size`."""
+        """Return the index of this rank, or of its context-parallel group, among those that read different samples."""
         return self.dp_rank * self.data_size // self.dp_size
 
     @property
     def expert_group(self) -> Group | None:
-        """Return the ranks that share the experts of a layer, None if each has all."""
+        """Return the ranks that share the experts of a layer; None without expert parallelism."""
         if self.experts is None or self.experts["ep"].size() == 1:
             return None
         return _ranks_of(self.experts["ep"])
@@ -83,12 +83,12 @@ class Mesh:
 
     @property
     def tp_group(self) -> Group | None:
-        """Return the ranks that share each layer, None if layers are whole."""
+        """Return the ranks that share each layer; None without tensor parallelism."""
         return None if self.tp_size == 1 else _ranks_of(self.tp)
 
 
 def place_of_each_rank(mesh: DeviceMesh) -> list[list[int]]:
-    """Return the coordinates of each rank of the job in its own submesh of these dimensions."""
+    """Return the coordinates of each rank of the job along the axes of `mesh`, a submesh of the job's mesh."""
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names or ()
     axes = [(root.mesh_dim_names or ()).index(name) for name in names]
     at = [(root.mesh == rank).nonzero()[0].tolist() for rank in range(root.size())]
@@ -96,7 +96,7 @@ def place_of_each_rank(mesh: DeviceMesh) -> list[list[int]]:
 
 
 def _ranks_of(mesh: DeviceMesh) -> Group:
-    """Return the ranks of a 1-D mesh."""
+    """Return the process group of a 1-D mesh."""
     return Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
@@ -119,7 +119,7 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
 
 
 def build_mesh(config: Parallelism, device: Device, has_experts: bool = False) -> Mesh:
-    """Arrange all processes of the default group, whose number the degrees were checked against."""
+    """Arrange all processes of the default group in a mesh. The degrees must fit their number."""
     replicas, tp = config.data_parallel_replicate_degree, config.tensor_parallel_degree
     shards = dist.get_world_size() // (replicas * tp)
     names, kind = ("dp_replicate", "dp_shard", "tp"), device.of_tensors.type

@@ -1,16 +1,16 @@
-"""Compare a user's model that is split over tensor-parallel ranks with the whole one, before the first step.
+"""Compare a user's model that is split over tensor-parallel ranks with the same model unsplit, before the first step.
 
-The sharding plan covers layers; a user's code between layers may compute something else on a rank's part: by a size
-read off a tensor, a mean over features that are split, a backward of its own. The run would train another model in
-silence. So the model is computed here in both ways, forward and backward, on the real ranks, with random weights and
+The sharding plan covers layers. A user's code between layers may compute something else on a rank's part of a tensor:
+by a size read off a tensor, a mean over split features, or its own backward. The run would silently train another
+model. So the model is computed here in both ways, forward and backward, on the real ranks, with random weights and
 tokens: one block of each kind, and the code around the blocks.
 
-Each part is compared by itself: at the boundaries of blocks the split model goes on with the whole one's exact tensors
-and gradients, so that a difference belongs to the part in which it arose.
+Each block is compared by itself: at the boundaries of blocks the split model continues with the unsplit model's tensors
+and gradients, so that a difference belongs to the block in which it arose.
 
-Every rank computes the whole by itself: one block's parameters, gradients and activations. Where they do not fit,
-nothing is compared, and the receipt says so. All ranks of a group draw the same random numbers, so dropout of whole
-tensors passes, and dropout of split ones does not.
+Every rank also computes the unsplit model, which takes memory for a block's parameters, gradients and activations. If
+they do not fit, nothing is compared, and the receipt reports this. All ranks of a group draw the same random numbers,
+so dropout of unsplit tensors passes, and dropout of split ones does not.
 """
 
 import copy
@@ -46,20 +46,20 @@ _FIX = (
 
 
 def require_parity(model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh, config: Config) -> Entry:
-    """Refuse a user's model that computes something else when it is split.
+    """Refuse a user's model whose results change when it is split.
 
     Args:
-        model: on the meta device, whole; it is not changed.
+        model: on the meta device, unsplit; it is not changed.
         layers: from `plan_layers`.
         mesh: with more than one tensor-parallel rank.
         config: of the run.
 
     Returns:
-        The receipt's entry; without `job.strict` with the differences.
+        The receipt's entry; without `job.strict` it lists the differences.
 
     Raises:
         ShardingError: a tensor differs by more than rounding, and `job.strict` is set; or the model's code raises an
-            exception on a rank's part. The message has each block, tensor and rank, and is the same on all ranks.
+            exception on a rank's part. The message names each block, tensor and rank, and is equal on all ranks.
     """
     tokens = config.training.local_batch_size * config.training.seq_len
     compared = _compare(model, layers, mesh, tokens, getattr(torch, config.training.mixed_precision_param))
@@ -77,7 +77,7 @@ def require_parity(model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh
 def _compare(
     model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh, tokens: int, dtype: torch.dtype
 ) -> tuple[int, list[Problem]] | None:
-    """Return (number of tensors, differences), the same on all ranks; None for lack of memory."""
+    """Return the number of tensors compared and the differences, equal on all ranks; None if memory is too small."""
     assert mesh.tp_group is not None  # noqa: S101
     model, blocks = _of_representatives(model, layers)
     devices = [mesh.device] if mesh.device.type == "cuda" else []
@@ -108,17 +108,18 @@ def _compare(
 
 
 def _bound(eps: float, longest: int) -> float:
-    """Return how far two computations may be apart by rounding, relative to the size of the result.
+    """Return the difference between two computations that rounding may cause, relative to the size of the result.
 
     An operator's result errs by at most eps/2 of itself. A block is a chain of some 64 operators, forward and backward,
-    whose independent errors add in squares: sqrt(64) · eps/2 = 4 eps. Sums of n terms are formed in float32 at least,
-    in another order: sqrt(n) · eps/2 of float32. Both computations err, and later operators may amplify errors: by 2.
+    whose independent errors add in squares: sqrt(64) · eps/2 = 4 eps. Sums of n terms (`longest`) are formed in another
+    order, in float32 or wider: sqrt(n) · eps/2 of float32. The sum of both is doubled: both computations err, and later
+    operators may amplify errors.
     """
     return 2 * (4 * eps + longest**0.5 * torch.finfo(torch.float32).eps / 2)
 
 
 class _Eps(TorchDispatchMode):
-    """Records the coarsest eps of what is computed: code may cast, and GPUs may round float32 factors to TF32."""
+    """Records the greatest machine epsilon among results: code may cast, and GPUs may round float32 factors to TF32."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class _Eps(TorchDispatchMode):
 
 
 def _of_representatives(model: nn.Module, layers: Mapping[str, LayerPlan]) -> tuple[nn.Module, list[str]]:
-    """Return a copy in which the first block of a kind is in all their places, and the names of these first ones."""
+    """Return a copy of the model in which the first block of each kind replaces the others, and these blocks' names."""
     first: dict[object, tuple[int, nn.Module]] = {}
     chosen: list[nn.Module] = []
     for n, block in enumerate(model.layers):  # type: ignore[arg-type]
@@ -145,19 +146,19 @@ def _of_representatives(model: nn.Module, layers: Mapping[str, LayerPlan]) -> tu
 
 @dataclass
 class _Whole:
-    """The results of the whole model."""
+    """The results of the unsplit model."""
 
     parameters: dict[str, nn.Parameter]  # with gradients
     logits_gradient: Tensor
     tokens: Tensor
     record: BoundaryRecord
-    eps: float  # of its coarsest rounding
+    eps: float  # greatest machine epsilon of its computation
 
 
 def _whole_on_all_ranks(
     model: nn.Module, blocks: list[str], mesh: Mesh, tokens: int, dtype: torch.dtype
 ) -> _Whole | None:
-    """Compute the whole in float32, or if that raises in the step's dtype; None for lack of memory."""
+    """Compute the unsplit model in float32 or, if a rank fails, in the step's dtype; None if memory is too small."""
     error: Exception | None = None
     for each in dict.fromkeys((torch.float32, dtype)):
         for parameter in model.parameters():
@@ -175,7 +176,7 @@ def _whole_on_all_ranks(
 
 
 def _materialise(model: nn.Module, values: Mapping[Any, Tensor], device: torch.device) -> nn.Module:
-    """Return a copy of a meta model with these values of its parameters, and filled buffers."""
+    """Return a copy of a meta model on a device, with `values` of its parameters and filled buffers."""
     made: dict[int, Tensor] = {id(p): nn.Parameter(v.clone()) for p, v in values.items()}
     made |= {id(buffer): torch.empty_like(buffer, device=device) for buffer in model.buffers()}
     copied = copy.deepcopy(model, made)
@@ -184,7 +185,7 @@ def _materialise(model: nn.Module, values: Mapping[Any, Tensor], device: torch.d
 
 
 def _compute_whole(model: nn.Module, blocks: list[str], tokens: int, device: torch.device) -> _Whole:
-    """Compute forward and backward with random weights of a size that keeps activations' size."""
+    """Compute the unsplit model, forward and backward, with random weights that preserve the size of activations."""
     seed, values = torch.Generator(device).manual_seed(0), {}
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, device=device, generator=seed)
@@ -204,7 +205,7 @@ def _compute_whole(model: nn.Module, blocks: list[str], tokens: int, device: tor
 def _compute_split(
     model: nn.Module, blocks: list[str], whole: _Whole, comparison: BoundaryComparison, file: str
 ) -> None:
-    """Compute and compare forward and backward of this rank's part; refuse code that raises."""
+    """Compute this rank's part, forward and backward, and compare it; refuse a model whose code raises."""
     want = "code that runs on the part of each tensor that a rank has, as it does on the whole"
     with refused(file, want, _FIX, kind=ShardingError):
         try:
@@ -234,7 +235,10 @@ def _of_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def _problems(of_ranks: list[dict[tuple[str, str], float]], bound: float) -> list[Problem]:
-    """Name the first tensor of each part that differs; later ones differ for the same reason."""
+    """Return a problem for each part of the model that differs. It names the first tensor, on which later ones depend.
+
+    `of_ranks`: the errors that each rank found.
+    """
     wrong: dict[str, list[tuple[str, dict[int, float]]]] = {}
     for part, name in dict.fromkeys(key for errors in of_ranks for key in errors):
         errors = {rank: own.get((part, name), 0.0) for rank, own in enumerate(of_ranks)}

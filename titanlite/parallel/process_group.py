@@ -10,7 +10,7 @@ from titanlite.config.schema import Comm
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.kernels.device.channel import set_deadline
 
-_NO_LIMIT = timedelta(days=365)  # that all of them can count
+_NO_LIMIT = timedelta(days=365)  # a timeout that every backend supports
 
 
 def choose_device() -> torch.device:
@@ -37,7 +37,7 @@ def choose_device() -> torch.device:
 def start_process_group(config: Comm) -> torch.device:
     """Join the job's process group and return this process's device.
 
-    It is over NCCL with a GPU for each process and over gloo without; CPU tensors and objects always go over gloo.
+    Its backend is NCCL if processes have GPUs, else gloo. CPU tensors and objects always use gloo.
 
     Raises:
         ConfigError: see `choose_device`.
@@ -52,7 +52,7 @@ def start_process_group(config: Comm) -> torch.device:
 
 
 def ranks_of_a_host() -> int | None:
-    """Return how many of the job's processes each host has, None if all are on one."""
+    """Return the number of the job's processes per host; None if all are on one host."""
     world = dist.get_world_size()
     of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return of_host if of_host < world else None

@@ -9,9 +9,9 @@ from titanlite.kernels.collectives import Group
 
 
 def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:
-    """Sum gradients of whole parameters over tensor-parallel ranks, in float32 and one collective per step.
+    """Sum gradients of replicated parameters over tensor-parallel ranks, in float32, by one collective per step.
 
-    `parameters` are all of the model, with gradients that FSDP has reduced.
+    `parameters`: all parameters of the model, with gradients that FSDP has reduced.
     """
     grads = [p.grad.to_local() for p in parameters if is_replicated(p) and isinstance(p.grad, DTensor)]
     if group is None or not grads:

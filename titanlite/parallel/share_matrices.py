@@ -1,7 +1,7 @@
-"""Assign matrices to ranks that orthogonalise them and to buckets that travel together, by their shapes alone.
+"""Assign each matrix to a rank, which orthogonalises it, and to a bucket, which is exchanged at once, by shapes alone.
 
-The largest come first, each to the rank with the least work so far. Buckets follow this order, so that a bucket has
-matrices of about one size for every rank. Both the update and the forecast call this.
+The largest matrices come first, each to the rank with the least work so far. Buckets are filled in this order, so that
+a bucket has matrices of about one size for every rank. Both the update and the forecast call `share_matrices`.
 """
 
 import heapq
@@ -11,25 +11,25 @@ from typing import NamedTuple
 from titanlite.kernels.orthogonalise import orthogonalise_flops
 
 BUCKET = 1 << 27
-"""Elements that a rank collects at a time."""
+"""Elements that a rank collects in one bucket."""
 
 
 class Shared(NamedTuple):
     """The owner, a rank, and the bucket of one matrix."""
 
-    matrix: int  # its number in `shapes`
+    matrix: int  # index in `shapes`
     bucket: int
     owner: int
 
 
 def share_matrices(shapes: Sequence[tuple[int, int]], ranks: int, steps: int, most: int = BUCKET) -> list[Shared]:
-    """Give each matrix an owner and a bucket; return them in this order.
+    """Give each matrix an owner and a bucket. Return the matrices in the order of the buckets, largest first.
 
     Args:
-        shapes: R and C of each.
-        ranks: how many may own some.
+        shapes: numbers of rows and columns of each matrix.
+        ranks: number of ranks that may own matrices.
         steps: polynomials of an orthogonalisation.
-        most: elements that a rank collects at a time; or one matrix, if it is larger.
+        most: most elements that a rank collects in a bucket, unless a single matrix is larger.
     """
     flops = [orthogonalise_flops(*shape, steps) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda i: (-flops[i], shapes[i]))

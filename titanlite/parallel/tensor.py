@@ -7,12 +7,12 @@ Tokens are split over the ranks between the matmuls (sequence parallelism) and h
     residual stream, norms        [M/tp, D]
     wqkv, w13, output   gather →  [M, D] @ [N/tp, D].T            column-parallel
     wo, w2                        [M, K/tp] @ [D, K/tp].T → scatter   row-parallel
-    router, experts               [M/tp, D], its weights as `expert.py` shares them out
+    router, experts               [M/tp, D]; `expert.py` shares out the experts' weights
 
-A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum
-(`replicated_gradients.py`); so are gradients of a router, and of a bias that is added to scattered tokens.
+Every rank holds the full weight of a norm, but applies it only to its own tokens, so the gradient is a partial sum
+(`replicated_gradients.py`). The same is true of a router, and of a bias that is added to scattered tokens.
 
-Nothing is computed on a DTensor inside a block: its implicit redistributions would make steps slow unseen.
+Nothing is computed on a DTensor inside a block: its implicit redistributions would slow down steps unnoticed.
 """
 
 import hashlib
@@ -41,16 +41,16 @@ from titanlite.receipt import Entry, Skipped
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The plan of one module with parameters on a tensor-parallel rank."""
+    """The way in which one module with parameters is split over tensor-parallel ranks."""
 
     placements: Mapping[str, Placement]  # of its parameters, by their names in the module
-    gathers: bool = False  # tokens before it computes; backward reduces and scatters their gradient
+    gathers: bool = False  # gathers tokens before it computes; backward reduces and scatters their gradient
     scatters: bool = False  # reduces and scatters tokens after it has computed; backward gathers their gradient
-    takes_rows: bool = False  # this rank's tokens of a whole input
+    takes_rows: bool = False  # takes this rank's tokens out of an input that has all tokens
 
 
 def _rank_part(weight: Any) -> Any:
-    """Return this rank's part of a tensor-parallel parameter; of a bias that is None, None."""
+    """Return this rank's part of a tensor-parallel parameter; None for a bias that is None."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -58,17 +58,17 @@ class ParallelLinear(Linear):
     """A `Linear` that is split over the ranks of a group."""
 
     group: Group
-    split_operands: ClassVar[tuple[str, ...]]  # of its unfused matmul, of which this rank has a part
-    asynchronous: bool  # whether to fuse its collectives into its matmuls
+    split_operands: ClassVar[tuple[str, ...]]  # operands of the unfused matmul that are split over the ranks
+    asynchronous: bool  # whether to fuse the layer's collectives into its matmuls
 
     @property
     def unfused(self) -> str | None:
-        """Return why its arithmetic has no fused collectives, or None."""
+        """Return the reason why collectives cannot be fused with this layer's arithmetic, or None."""
         return None if self.matmul is F.linear else getattr(self.matmul, "unfused", "has an arithmetic of its own")
 
     @property
     def fused(self) -> FusedMatmul | None:
-        """Return the operators that fuse its collectives with its matmuls, or None."""
+        """Return the operators in which this layer's collectives and matmuls are fused; None if it uses none."""
         if not self.asynchronous or self.unfused is not None:
             return None
         return FUSED_LINEAR if self.matmul is F.linear else self.matmul.fused  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ class ColumnParallelLinear(ParallelLinear):
     split_operands = ("weight", "grad_output")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, K] → [M, N/tp]."""
+        """Gather tokens and multiply: [M/tp, K] → [M, N/tp]."""
         y = linear(x, _rank_part(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
         return add_bias(y, _rank_part(self.bias))
 
@@ -91,7 +91,7 @@ class RowParallelLinear(ParallelLinear):
     split_operands = ("input", "weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, K/tp] → [M/tp, N]."""
+        """Multiply, sum over ranks and scatter tokens: [M, K/tp] → [M/tp, N]."""
         y = linear(x, _rank_part(self.weight), scatter=self.group, matmul=self.matmul, fused=self.fused)
         return add_bias(y, _rank_part(self.bias))
 
@@ -108,27 +108,27 @@ class SequenceParallelLayerNorm(LayerNorm):
     """A `LayerNorm` over this rank's tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, D] → [M/tp, D]."""
+        """Normalise this rank's tokens: [M/tp, D] → [M/tp, D]."""
         return layer_norm(x, _rank_part(self.weight), _rank_part(self.bias), self.eps)
 
 
 class SequenceParallelEmbedding(Embedding):
-    """An `Embedding` that every rank holds whole and looks its own tokens up in, as for positions."""
+    """An `Embedding` that every rank holds in full, to look up its own tokens, as one for positions."""
 
     group: Group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[M] int64 → [M/tp, D]."""
+        """Look up this rank's tokens: [M] int64 → [M/tp, D]."""
         return F.embedding(tokens.chunk(self.group.size)[self.group.rank], _rank_part(self.weight))
 
 
 class VocabParallelEmbedding(Embedding):
-    """An `Embedding` that holds some of the rows and leaves each rank its own tokens."""
+    """An `Embedding` whose rows, the vocabulary, are split over ranks; each rank receives its own tokens."""
 
     group: Group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[M] int64 → [M/tp, D]."""
+        """Look up all tokens in this rank's rows, sum over ranks and scatter: [M] int64 → [M/tp, D]."""
         weight = _rank_part(self.weight)  # [V/tp, D]
         local = tokens - self.group.rank * weight.shape[0]
         owned = (local >= 0) & (local < weight.shape[0])
@@ -137,13 +137,13 @@ class VocabParallelEmbedding(Embedding):
 
 
 class ReplicatedLinear(Linear):
-    """A `Linear` that every rank holds whole and multiplies its own tokens by."""
+    """A `Linear` that every rank holds in full, and applies to its own tokens or heads."""
 
     group: Group
     split_operands: ClassVar[tuple[str, ...]] = ("input", "grad_output")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, K] → [M/tp, N], or of heads [M, K/tp] → [M, N/tp]."""
+        """Multiply this rank's tokens, [M/tp, K] → [M/tp, N], or its heads, [M, K/tp] → [M, N/tp]."""
         return add_bias(linear(x, _rank_part(self.weight), matmul=self.matmul), _rank_part(self.bias))
 
 
@@ -151,7 +151,7 @@ class SequenceParallelRouter(Router):
     """A `Router` over this rank's tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, D] → [M/tp, E] float32."""
+        """Return the logits of this rank's tokens: [M/tp, D] → [M/tp, E] float32."""
         return router_logits(x, _rank_part(self.weight))
 
 
@@ -168,7 +168,7 @@ _LAYERS: dict[tuple[type[nn.Module], bool, bool, bool], type[nn.Module]] = {  # 
 
 
 def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
-    """Return the layer that does what the plan says; None for a user's class or forward, which computes otherwise."""
+    """Return the tensor-parallel class of a module with a plan; None if there is none, or a user changes `forward`."""
     if not runs_forward_of(module, type(module)):
         return None
     return _LAYERS.get((type(module), plan.gathers, plan.scatters, plan.takes_rows))
@@ -221,7 +221,7 @@ def apply_tensor_parallel(
 
 
 def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
-    """Return the receipt's entry of asynchronous layers after a step; on GPUs by operator and shape."""
+    """Return the receipt's entry of layers with fused collectives, after a step; on GPUs it counts calls by shape."""
     skipped = [
         Skipped(name, "no matmul: an embedding looks tokens up")
         for name, module in model.named_modules()
@@ -238,7 +238,7 @@ def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
         fused = sum(each.values())
         applied = {"layers": count, "fused": fused, "plain": lowered.total() - fused, "lowering": "fused kernels"}
         applied["each"] = each
-        count = len(each)  # shapes, as `missed` has
+        count = len(each)  # of shapes: `missed` lists shapes, too
     for op, shapes, why, expected in lowered:
         if why:
             (skipped if expected else missed).append(Skipped(f"{op} {shapes}", why))
@@ -247,7 +247,7 @@ def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
 
 
 def _require_one_plan(plan: Mapping[str, LayerPlan], mesh: DeviceMesh) -> None:
-    """Raise ShardingError on all ranks if their plans differ: they would wait for each other."""
+    """Raise ShardingError on all ranks if their plans differ: they would wait for each other in vain."""
     mine = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()
     plans: list[str] = [""] * mesh.size()
     dist.all_gather_object(plans, mine, group=mesh.get_group())
