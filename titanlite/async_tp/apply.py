@@ -1,18 +1,18 @@
-"""Fuse the collectives of a compiled graph with its matmuls, for models that somebody else parallelised with DTensor.
+"""Fuse the collectives of a compiled graph with its matmuls, for models that their authors parallelised with DTensor.
 
 titanlite's own layers call the fused operators. A model under `parallelize_module` has separate collectives and
-matmuls; under `torch.compile` both are in one graph, and this pass rewrites pairs of them to
+matmuls. Under `torch.compile` both are in one graph, and this pass rewrites pairs of them to
 
     torch.ops.titanlite.all_gather_matmul         an all-gather and the matmuls that read it
     torch.ops.titanlite.matmul_reduce_scatter     a matmul, or a sum of some, and the reduce-scatter that reads it
 
-It matches elements, not patterns: `view_tracking.py` follows the gathered tensor through any views, splits and
-transposes up to each matmul, and so finds the operand that is split over ranks, and its dim. Other readers of the
-gathered tensor read the operator's first result. Results keep shape, dtype and strides.
+The pass follows elements instead of matching patterns: `view_tracking.py` tracks the gathered tensor through any views,
+splits and transposes to each matmul, and so finds the operand that is split over ranks, and its dim. Other readers of
+the gathered tensor read the operator's first result. Results keep shape, dtype and strides.
 
-Nothing is missed in silence: the returned table has each collective, with the reason if it is not fused. "Fused" says
-that the graph was rewritten; `titanlite.kernels.lowering.lowered` says whether a kernel then ran. A collective that
-torch leaves out of its graphs, at a break, is in no table. `check_fused` looks at all three.
+The returned table lists each collective, with the reason if it is not fused. "Fused" means that the graph was
+rewritten; `titanlite.kernels.lowering.lowered` shows whether a kernel then ran. Collectives that torch runs outside of
+its graphs, at a graph break, are not in the table. `check_fused` reports failures of all three kinds.
 
     report: list[Pair] = []
     model = torch.compile(model, options=fusing(report))
@@ -21,7 +21,7 @@ torch leaves out of its graphs, at a break, is in no table. `check_fused` looks 
     print(*report, sep="\n")
 
 The pass is an option of the compiled model, not a setting of the process: new shapes compile new graphs at any time,
-and on GPUs a thread of autograd, which in torch 2.13 has settings of its own, compiles backward's.
+and on GPUs backward's graph is compiled in a thread of autograd, which in torch 2.13 has its own settings.
 
 Reading order: this file, `fuse_gather.py`, `gathered_values.py`, `fuse_scatter.py`; below them `layout_modes.py`,
 `view_tracking.py`, `graph_rewrite.py`.
@@ -50,16 +50,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Pair(NamedTuple):
-    """A collective and what became of it."""
+    """A collective, and whether the pass has fused it."""
 
     collective: str  # name of its node
     matmuls: tuple[str, ...]  # names of the matmuls that it was fused with
-    fused: bool  # whether it is gone from the graph
-    reason: str  # why it is not fused; if it is, why not with other matmuls that read it, or ""
-    declared: bool = False  # rightly not fused: no matmul is next to it, or another collective has it
+    fused: bool  # whether the collective was replaced
+    reason: str  # why it is not fused, or not with some matmuls that read it; else ""
+    declared: bool = False  # rightly not fused: no matmul is next to it, or the matmul has another collective
 
     def __str__(self) -> str:
-        """One line of a table."""
+        """Return the pair as a line of a table."""
         partners = f" with {', '.join(self.matmuls)}" if self.matmuls else ""
         return f"{'fused ' if self.fused else 'missed'} {self.collective}{partners}{self.reason and ': ' + self.reason}"
 
@@ -72,7 +72,7 @@ def fuse_collective_matmuls(graph: Graph) -> list[Pair]:
             gives it to a compiler, forward or backward. Changed in place, and left in topological order.
 
     Returns:
-        Every collective of the graph, in order.
+        A pair for every collective of the graph, in order.
     """
     work = GraphRewrite(graph)
     collectives = [node for node in graph.nodes if _is_collective(node)]
@@ -114,14 +114,14 @@ def _is_collective(node: Node) -> bool:
 def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
     """Return options of `torch.compile`, to merge with others, that run the pass on every graph of a model.
 
-    Models that are compiled with one report are compiled alike: blocks of one kind share their graphs.
+    Blocks of one kind share their graphs if they are compiled with the same report.
 
     Args:
-        report: receives the pairs of each graph. A graph from inductor's cache would pass none, so that with a report
-            this cache is not used. Misses are always logged by this module: at level WARNING, or INFO if `declared`.
+        report: receives the pairs of each graph. Inductor's cache is then not used, since a cached graph adds no pairs.
+            Misses are also logged by this module, with or without a report: at WARNING, or INFO if `declared`.
 
     Raises:
-        ValueError: inductor's `post_grad_custom_pre_pass` is taken.
+        ValueError: inductor's `post_grad_custom_pre_pass` is already set.
     """
     other = torch._inductor.config.post_grad_custom_pre_pass
     if other is not None:
@@ -159,7 +159,7 @@ def check_fused(report: list[Pair]) -> None:
 
 
 def _outside_of_graphs() -> list[tuple[str, str]]:
-    """List the gathers and scatters that torch runs outside of graphs, at breaks."""
+    """List the gathers and scatters that torch runs outside of graphs, at graph breaks, with the reasons."""
     cases = []
     for broken in graph_break_reasons:
         stack, (why, *_) = broken.user_stack, broken.reason.splitlines()
@@ -174,17 +174,17 @@ def _outside_of_graphs() -> list[tuple[str, str]]:
 
 
 _PAIRED = re.compile(r"_?(all_gather|reduce_scatter)(?!_object)\w*")
-"""Names of torch's functions that could be one of a pair."""
+"""Matches the names of torch's functions that could be a collective of a pair."""
 
 
 class _Pass(CustomGraphPass):
-    """The pass, in inductor's form."""
+    """`fuse_collective_matmuls` as a pass of inductor."""
 
     def __init__(self, report: list[Pair] | None) -> None:
         self._report = report
 
     def __eq__(self, other: object) -> bool:
-        """Blocks that are compiled one by one would otherwise not share a graph, and run out of recompilations."""
+        """Compare reports. Without this, blocks compiled one by one would share no graph, and recompile too often."""
         return isinstance(other, _Pass) and self._report is other._report
 
     def __hash__(self) -> int:
@@ -199,7 +199,7 @@ class _Pass(CustomGraphPass):
                 _logger.log(logging.INFO if pair.fused or pair.declared else logging.WARNING, "%s", pair)
 
     def uuid(self) -> bytes | None:
-        """Return a further key for inductor's cache; None not to use the cache."""
+        """Return a hash of this pass for inductor's cache; None: do not use the cache."""
         if self._report is not None:
             return None
         modules = (layout_modes, calls, fuse_gather, fuse_scatter, gathered_values, view_tracking, graph_rewrite)

@@ -1,12 +1,12 @@
 """Offer the collective matmuls under the names and signatures of `torch.ops.symm_mem.fused_*`, as drop-ins.
 
-Same arguments in the same order, same results; `group_name` is that of the process group. Operands that do not fit
-each other, and what only torch's operators support, raise ValueError. Shards of `A` are equally large on all ranks, and
-a scattered dim is a multiple of the ranks. A scaled operand is float8, its scale float32: [] or [1] for all of it, or
-one number for each row of `A` or column of `B`. Three things differ:
+Arguments, their order, and results are torch's. Operands that do not fit each other, and options that only torch's
+operators support, raise ValueError. Shards of `A` have equal sizes on all ranks, and the length of a scattered dim is a
+multiple of the number of ranks. Scaled operands are float8 and their scales float32: [] or [1] for the operand, or one
+number for each row of `A` or column of `B`. Three things differ:
 
 - Results are contiguous, whatever the gathered or scattered dim.
-- The plain products are differentiable.
+- Products without scales are differentiable.
 - A scaled product is scattered along `orig_scatter_dim` of `output_shape`, as in torch's definition. torch's GPU code
   cuts the flattened rows instead, and returns other rows for `[B, S, N]` scattered along S with B > 1.
 
@@ -36,13 +36,13 @@ def fused_all_gather_matmul(
     *,
     return_A: bool = True,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gather `A` along a dim and multiply it.
+    """Gather `A` along a dim and multiply it by each of `Bs`.
 
     Args:
         A: […, K], 2-D to 4-D, this rank's shard.
         Bs: [K, N] each; if the last dim is gathered, [ranks · K, N].
-        gather_dim: of `A`.
-        group_name: the ranks.
+        gather_dim: dim of `A`.
+        group_name: of the process group.
         return_A: whether the gathered tensor is returned.
 
     Returns:
@@ -64,16 +64,16 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: list[torch.dtype | None],
     use_fast_accum: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather a float8 tensor along a dim and multiply it; arguments as of `fused_all_gather_matmul`, and these.
+    """Gather the float8 tensor `A` along a dim and multiply it by each of `Bs`, as `fused_all_gather_matmul` does.
 
     Args:
-        A_scale: of the tensor, equal on all ranks; of the rows of the shard, […, 1]; or of those of the gathered
-            tensor, equal on all ranks.
+        A_scale: one scale of the tensor, equal on all ranks; scales of the rows of the shard, […, 1]; or scales of the
+            rows of the gathered tensor, equal on all ranks.
         B_scales: [] or [1, N] each.
         biases: [N] or None each.
         result_scales: None each.
         out_dtypes: bfloat16, float16 or float32 each. If they differ, products are made in float32 and rounded once.
-        use_fast_accum: for each; sums are left to the tensor cores if all allow it.
+        use_fast_accum: of each product, whether tensor cores may accumulate it; they do if all allow it.
 
     Returns:
         The gathered tensor, and the products.
@@ -104,12 +104,12 @@ def fused_all_gather_scaled_matmul(
         out_dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
         fast_accum=all(use_fast_accum),
     )
-    products = products[: len(Bs)]  # behind them are the scales that travelled
+    products = products[: len(Bs)]  # the gathered scales follow
     return gathered, [product.to(dtype) for product, dtype in zip(products, dtypes, strict=True)]
 
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Multiply A, […, K] of 2 to 4 dims, by B, [K, N], reduce by "sum" or "avg", and scatter along a product's dim.
+    """Multiply A, […, K] of 2 to 4 dims, by B, [K, N], reduce by "sum" or "avg", and scatter a dim of the product.
 
     Returns:
         This rank's chunk, in `A`'s dtype.
@@ -136,13 +136,14 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Multiply float8 tensors, reduce the product and scatter it; arguments as of the two functions above, and these.
+    """Multiply float8 tensors, reduce the product and scatter it, as `fused_matmul_reduce_scatter` does.
 
     Args:
-        orig_scatter_dim: of `output_shape`.
-        scatter_dim_after_maybe_reshape: a dim of `A`; otherwise unused.
-        output_shape: of the product before it is scattered, 2-D to 4-D; None if it is `A`'s with N at the end.
-        bias: [N], added to every rank's product before the reduction, as by torch.
+        A_scale, B_scale: [], or […, 1] and [1, N].
+        orig_scatter_dim: the dim of `output_shape` that is scattered.
+        scatter_dim_after_maybe_reshape: a dim of `A`; checked, but not used.
+        output_shape: shape of the product before it is scattered, 2-D to 4-D; None: that of `A` with N as last dim.
+        bias: [N], added to every rank's product before the reduction, as in torch.
 
     Returns:
         This rank's chunk of `output_shape`.
@@ -188,7 +189,7 @@ def _gathered_size(A: Tensor, gather_dim: int, group_name: str) -> int:
 def _scaled_options(
     op: str, A: Tensor, B: Tensor, result_scale: Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Return the dtype of a scaled product; raises for options that need a float8 result."""
+    """Return the dtype of a scaled product. Raise ValueError for other operands than float8, or a float8 result."""
     if not {A.dtype, B.dtype} <= set(FLOAT8):
         want, fix = f"{' or '.join(map(str, FLOAT8))}", f"{op.replace('_scaled', '')} for other dtypes"
         raise _error(f"{op}: A, B", f"{A.dtype}, {B.dtype}", want, fix)
@@ -208,7 +209,7 @@ def _scale_of_shard(op: str, A: Tensor, A_scale: Tensor, gather_dim: int, group:
     whole = list(rows)
     if gather_dim < A.ndim - 1:
         whole[gather_dim] *= group.size
-    if list(A_scale.shape) == rows:  # first, since torch takes [1, 1] of a shard of one row as that row's scale
+    if list(A_scale.shape) == rows:  # checked first: torch takes [1, 1] for a shard of one row as that row's scale
         return A_scale, "row"
     if A_scale.numel() == 1:
         return A_scale, "tensor"
@@ -220,7 +221,7 @@ def _scale_of_shard(op: str, A: Tensor, A_scale: Tensor, gather_dim: int, group:
 
 
 def _scattered(op: str, name: str, shape: list[int], dim: int, group_name: str, reduce_op: str) -> tuple[int, Group]:
-    """Return the scattered dim, not negative, and the group."""
+    """Return the scattered dim as a non-negative index, and the group, after checking the arguments."""
     if reduce_op not in ("sum", "avg"):
         raise _error(f"{op}: reduce_op", repr(reduce_op), "sum or avg", "another collective for other reductions")
     if not -len(shape) <= dim < len(shape):
@@ -234,10 +235,10 @@ def _scattered(op: str, name: str, shape: list[int], dim: int, group_name: str, 
 
 
 def _reduced(total: Tensor, dtype: torch.dtype, reduce_op: str, group: Group) -> Tensor:
-    """Return the sum, or the average."""
+    """Return the sum over ranks, or the average in `dtype` for "avg"."""
     return total if reduce_op == "sum" else (total / group.size).to(dtype)
 
 
 def _sum_of_biases(bias: Tensor, by_columns: bool, group: Group) -> Tensor:
-    """Add up all ranks' biases in float32; only this rank's part if columns are scattered."""
+    """Add up all ranks' biases in float32; return only this rank's part if columns are scattered."""
     return scatter_dim(bias.float(), 0, group) if by_columns else all_reduce(bias.float(), "sum", group)

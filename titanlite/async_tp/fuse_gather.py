@@ -1,7 +1,7 @@
-"""All-gather and the matmuls that read it, as one `all_gather_matmul`.
+"""Replace an all-gather and the matmuls that read it by one `all_gather_matmul`.
 
-All products of an operator have one form, one shard and one scale. If matmuls need several (`gathered_values.py`), the
-largest group of equal ones is fused; the others read the gathered tensor that the operator returns.
+All products of an operator have the same form, shard and scale (`gathered_values.py`). If the matmuls need different
+ones, the largest group of matmuls with equal ones is fused. The others read the gathered tensor of the operator.
 """
 
 import math
@@ -28,7 +28,7 @@ from titanlite.async_tp.graph_rewrite import (
 )
 from titanlite.async_tp.layout_modes import Layout, Modes, identity, length, relocated, steps
 from titanlite.async_tp.view_tracking import SPLITS, ViewTracker, path, sources
-from titanlite.kernels.all_gather_matmul import FORMS  # and the operator with it
+from titanlite.kernels.all_gather_matmul import FORMS  # this also registers the operator
 from titanlite.kernels.products import out_dtype_of
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def fuse_gather(rewrite: GraphRewrite, node: Node) -> tuple[tuple[str, ...], lis
     """Fuse an all-gather with the matmuls that read it.
 
     Returns:
-        Names of the fused matmuls; why others are not fused; an all-gather of scales that the operator now does, too.
+        Names of the fused matmuls; why others are not fused; and the all-gather of scales that it includes.
 
     Raises:
         MissedError: nothing can be fused; the graph keeps the nodes inserted so far.
@@ -71,7 +71,10 @@ def fuse_gather(rewrite: GraphRewrite, node: Node) -> tuple[tuple[str, ...], lis
 
 
 def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, Node]]]:
-    """Follow a node's elements: return the nodes they move to (a split has no layout), and (moved node, reader)s."""
+    """Follow a node's elements. Return the nodes that only move them, with layouts, and pairs (moved node, reader).
+
+    The layout of a split, which has several results, is None.
+    """
     tracker = ViewTracker()
     moved: dict[Node, Layout | None] = {node: identity(node.meta["val"].shape)}
     uses, left = [], [node]
@@ -101,7 +104,7 @@ def _put_gather(
     moved: dict[Node, Layout | None],
     escapes: list[Node],
 ) -> None:
-    """Put the operator in place of the collective and the matmuls."""
+    """Replace the collective and the matmuls by the operator; `escapes`: moved tensors that other nodes read."""
     rank, form = (collective.ranks, shard_size(collective)), gathered.form
     restored = _restored(escapes, moved, gathered)
     with rewrite.graph.inserting_before(products[0].matmul.node):
@@ -143,9 +146,9 @@ def _put_gather(
 
 
 def _restored(escapes: list[Node], moved: dict[Node, Layout | None], gathered: Gathered) -> dict[Node, list[Modes]]:
-    """Express moved tensors that others read as modes of the operator's first result.
+    """Express moved tensors that other nodes read as modes of the operator's first result, the gathered tensor.
 
-    A tensor that is not contiguous, such as a transpose, remains a movement of a contiguous one, and keeps its strides.
+    A tensor that is not contiguous, such as a transpose, remains a view of a contiguous one, and keeps its strides.
     """
     places, total = [], 1
     for n, old in reversed([mode for modes in gathered.dims for mode in modes]):
@@ -168,12 +171,12 @@ def _restored(escapes: list[Node], moved: dict[Node, Layout | None], gathered: G
 
 
 def _is_row_major(value: torch.Tensor) -> bool:
-    """Stricter than contiguous, which leaves the stride of a dim of length 1 open."""
+    """Return whether strides are row-major, also those of dims of length 1, which `is_contiguous` ignores."""
     return value.stride() == tuple(math.prod(value.shape[i + 1 :]) for i in range(value.ndim))
 
 
 def _no_reader_error(uses: list[tuple[Node, Node]]) -> MissedError:
-    """Return why no matmul reads the gathered tensor: a miss only if one is near."""
+    """Return the error for a gather that no matmul reads: an UnpairedError unless a matmul is near."""
     users = [user for _, user in uses]
     for node, user in uses:
         if user in _elements_to(node) and (near := first_matmul(user, could_be_passed, _elements_to)):
@@ -192,5 +195,5 @@ def _moves_or_is_pointwise(node: Node) -> bool:
 
 
 def _elements_to(node: Node) -> list[Node]:
-    """Return a node's readers, except those that only take indices from it."""
+    """Return the nodes that read a node's elements, except those that read them as indices."""
     return [user for user in node.users if user.target != aten.index.Tensor or user.args[0] is node]

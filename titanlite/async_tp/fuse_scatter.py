@@ -1,8 +1,8 @@
-"""A matmul, or a sum of some, and the reduce-scatter that reads it, as one `matmul_reduce_scatter`.
+"""Replace a matmul, or a sum of matmuls, and the reduce-scatter that reads it by one `matmul_reduce_scatter`.
 
-A reduce-scatter gives rank r the r-th part of dim 0. Splits and concatenations that moved another dim there are
-followed back to the matmul's own `[M, N]`: the ranks' stride in it says which rows or columns of the product each rank
-keeps, whatever the shapes in between.
+A reduce-scatter gives rank r the r-th part of dim 0. Splits and concatenations that moved another dim to dim 0 are
+followed back to the matmul's result `[M, N]`. The stride of the ranks in this result shows which rows or columns each
+rank keeps, whatever the shapes in between.
 
 A bias that each rank adds before the reduction becomes a product of a column of ones and the bias: the sum over the
 ranks then includes the ranks' biases, in the same accumulator.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
+import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # registers the operator
 from titanlite.async_tp.graph_rewrite import (
     CollectiveNode,
     GraphRewrite,
@@ -38,7 +38,7 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 class Sum(NamedTuple):
-    """The tensor that is reduced."""
+    """The reduced tensor, as a sum of matmuls and biases."""
 
     matmuls: list[Matmul]  # its terms
     biases: list[Node]  # [N] each, added to all rows
@@ -46,7 +46,7 @@ class Sum(NamedTuple):
 
 
 def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
-    """Fuse a reduce-scatter with the matmuls that it reads, and return the names of these.
+    """Fuse a reduce-scatter with the matmuls that it reads, and return the names of the matmuls.
 
     Raises:
         MissedError: it cannot be fused; the graph keeps the nodes inserted so far.
@@ -70,7 +70,7 @@ def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
 
 
 def _collect_terms(source: Node, tracker: ViewTracker, total: Sum) -> None:
-    """Collect the terms of a sum."""
+    """Add the matmuls and biases that `source` sums up to `total`, or raise MissedError."""
     total.nodes.append(source)
     if is_matmul(source):
         matmul = matmul_of(source)
@@ -96,7 +96,7 @@ def _collect_terms(source: Node, tracker: ViewTracker, total: Sum) -> None:
 
 
 def _no_product_error(source: Node) -> MissedError:
-    """Return why the reduced tensor is no product: a miss only if a matmul is near."""
+    """Return the error for a reduced tensor that is no product: an UnpairedError unless a matmul is near."""
     reads = source.args[0] if source.args else None
     if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
         return UnpairedError("its matmul is fused with an all-gather")
@@ -134,7 +134,7 @@ def _check_sum(total: Sum, node: Node) -> None:
 
 
 def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layout, total: Sum, reduce_op: str) -> None:
-    """Put the operator in place of the collective and the matmuls."""
+    """Replace the collective and the matmuls by the operator."""
     node, ranks = collective.node, collective.ranks
     first, out = total.matmuls[0], node.meta["val"]
     M, N = first.node.meta["val"].shape[-2:]
@@ -147,7 +147,7 @@ def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layo
     dims = reshaped(Layout((parts,)), out.shape) if parts is not None else None
     if dims is None or (stride % N and ranks * stride != N):
         raise MissedError("the parts of the ranks are no rows and no columns of the product")
-    shape, dim = [M], int(stride % N != 0)  # of the product without N, and the scattered dim
+    shape, dim = [M], int(stride % N != 0)  # shape of the product without N, and the scattered dim
     if dim == 0 and outer > 1:
         shape, dim = [outer, M // outer], 1
     with rewrite.graph.inserting_before(node):
@@ -156,7 +156,7 @@ def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layo
         if total.biases:
             left, right = _bias_product(rewrite, total.biases, shape, first.left.meta["val"])
             lefts, rights = [*lefts, left], [*rights, right]
-        if len(lefts) > MAX_PAIRS:  # the narrowest side by side as one, which copies the least
+        if len(lefts) > MAX_PAIRS:  # concatenate the narrowest along K, which copies the least
             by_width = sorted(zip(lefts, rights, strict=True), key=lambda pair: -pair[0].meta["val"].shape[-1])
             lefts, rights = (list(factors) for factors in zip(*by_width, strict=True))
             lefts[MAX_PAIRS - 1 :] = [rewrite.call(aten.cat.default, lefts[MAX_PAIRS - 1 :], -1)]
@@ -181,7 +181,7 @@ def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layo
 
 
 def _bias_product(rewrite: GraphRewrite, biases: list[Node], shape: list[int], like: torch.Tensor) -> tuple[Node, Node]:
-    """Make factors whose product has the sum of the biases in each row: ones, and the biases above zeros.
+    """Insert two factors whose product has the sum of the biases in each row: ones, and the sum above rows of zeros.
 
     A row of ones has 16 bytes, the least that the kernels load.
     """

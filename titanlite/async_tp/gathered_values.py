@@ -1,9 +1,9 @@
 """Describe a matmul's gathered operand by the arguments of `all_gather_matmul`: form, dim, scales.
 
-The operand is `[rows, columns]` of the gathered tensor, and one of its modes is the ranks. The place of this mode
-decides: in the kept or the contracted dim, of the left or the right operand. Modes before it in the same dim (a batch,
-if the sequence is split) become a dim of their own if kept; if contracted, the sum may run in any order, and the other
-operand is reordered instead.
+The operand is a matrix of the gathered tensor's elements, and one of its modes (`layout_modes.py`) runs over the ranks.
+The form depends on the dim of this mode: kept or contracted, of the left or the right operand. Other modes may precede
+this mode in its dim, such as a batch if the sequence is split. In a kept dim they become a separate dim. A sum over a
+contracted dim may run in any order, so there the other operand is reordered instead.
 """
 
 import math
@@ -20,16 +20,16 @@ ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 class Gathered(NamedTuple):
-    """The gathered tensor as the operator takes it, and its scales."""
+    """The gathered tensor in the form in which the operator takes it, and its scale."""
 
-    form: str  # of the operator
-    dim: int  # of the shard
+    form: str  # argument of the operator
+    dim: int  # dim of the shard that is gathered
     dims: tuple[Modes, ...]  # modes of the gathered tensor, over the collective's result
     dtype: torch.dtype
     out_dtype: torch.dtype  # of the products
     scale: Node | None
     scale_of: str  # "tensor" or "row"
-    scale_dims: tuple[Modes, ...] | None  # where `scale` is all-gathered in the graph: modes of its shard
+    scale_dims: tuple[Modes, ...] | None  # modes of the shard of `scale`, if the graph all-gathers it
 
 
 class Product(NamedTuple):
@@ -45,15 +45,15 @@ class Product(NamedTuple):
 def product_of(
     collective: CollectiveNode, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
 ) -> Product:
-    """Describe the product of a matmul that reads an all-gather as one of the operator's.
+    """Describe a matmul that reads an all-gather as a product of `all_gather_matmul`.
 
     Args:
-        collective, matmul: the two.
-        moved: everything that the gathered elements are moved to; a split has no layout.
-        dependent: everything that is computed from them.
+        collective, matmul: the all-gather and the matmul.
+        moved: the nodes that only move the gathered elements, with layouts; None for a split.
+        dependent: the nodes that are computed from the gathered elements.
 
     Raises:
-        MissedError: the operator does not compute it.
+        MissedError: the operator cannot compute the product.
     """
     name = matmul.node.name
     is_left = matmul.left in moved
@@ -79,7 +79,7 @@ def product_of(
     before = dims[axis][: dims[axis].index(rank)]
     after = dims[axis][len(before) + 1 :]
     other_dims = None
-    if before and axis == contracted:  # a sum may run in any order, if both operands run in the same
+    if before and axis == contracted:  # a sum may run in any order that both operands share
         dims[axis] = (rank, *before, *after)
         other_dims = _reordered(other, 1 - contracted, length(before), collective.ranks, length(after))
     elif before and not is_left:
@@ -93,7 +93,7 @@ def product_of(
     if scale in dependent:
         raise MissedError(f"{name} has a scale that depends on the gathered tensor")
     batched = bool(before) and axis == kept
-    if scale_of == "row":  # of the operator's tensor, not the matmul's
+    if scale_of == "row":  # rows of the operator's tensor, not of the matmul's
         transposed = not is_left
     else:
         transposed = not batched and _lies_transposed(dims, rank, collective)
@@ -112,12 +112,12 @@ def product_of(
 
 
 def shard_size(collective: CollectiveNode) -> int:
-    """Return the elements of a shard: the stride of the ranks in the flat gathered tensor."""
+    """Return the number of elements of a shard, which is the stride of the ranks in the flat gathered tensor."""
     return math.prod(collective.input.meta["val"].shape)
 
 
 def _ranks_apart(modes: Modes, collective: CollectiveNode) -> Modes:
-    """Cut modes of the gathered tensor so that the ranks are one of them."""
+    """Cut modes of the gathered tensor so that one of them runs exactly over the ranks."""
     size, out = shard_size(collective), []
     for n, stride in modes:
         if stride < size < n * stride and size % stride == 0 and n % (size // stride) == 0:
@@ -128,7 +128,7 @@ def _ranks_apart(modes: Modes, collective: CollectiveNode) -> Modes:
 
 
 def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> tuple[Modes, ...]:
-    """Arrange the other operand with the ranks outermost in one dim."""
+    """Return modes of the other operand with the ranks outermost in dim `axis`, before what is `before` and `after`."""
     shape = other.meta["val"].shape[-2:]
     layout = identity(shape)
     stride = 1 if axis == 1 else shape[1]
@@ -138,7 +138,7 @@ def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> t
 
 
 def _lies_transposed(dims: list[Modes], rank: Mode, collective: CollectiveNode) -> bool:
-    """Return whether the shard in its memory order is a matrix only after a transpose."""
+    """Return whether the shard, in the order of its memory, is the transpose of the matrix `dims`."""
     own = [tuple(mode for mode in modes if mode != rank) for modes in dims]
     size = shard_size(collective)
     straight, transposed = steps(own, size), steps(own[::-1], size)

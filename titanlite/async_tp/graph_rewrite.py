@@ -1,4 +1,4 @@
-"""Matmuls and collectives of a graph after autograd: how to read and how to replace them."""
+"""Read and replace matmuls and collectives of a graph after autograd."""
 
 import math
 import operator
@@ -39,11 +39,11 @@ _FACTORS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 class MissedError(Exception):
-    """A collective is not fused; the message says why."""
+    """A collective is not fused; the message is the reason."""
 
 
 class UnpairedError(MissedError):
-    """Rightly so: no matmul is next to it, or another collective is fused with the matmul."""
+    """A collective is rightly not fused: no matmul is next to it, or the matmul is fused with another collective."""
 
 
 class Matmul(NamedTuple):
@@ -59,7 +59,7 @@ class Matmul(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """Return whether its operands are float8."""
+        """Return whether the operands are float8 with scales."""
         return self.left_scale is not None
 
 
@@ -80,14 +80,14 @@ def is_matmul(node: Node) -> bool:
 
 
 def could_be_passed(node: Node) -> bool:
-    """Return whether a node between collective and matmul could be moved out of the pair: a cast, a part, a factor."""
+    """Return whether a node between collective and matmul could be moved elsewhere: a cast, a view, a slice, a factor."""
     if node.target in _FACTORS:
         return not isinstance(node.args[1], Node)
     return node.target in _NO_ARITHMETIC or node.target in SPLITS or bool(sources(node))
 
 
 def matmul_of(node: Node) -> Matmul:
-    """Read a node for which `is_matmul` is true; raise MissedError if the fused operators cannot compute it."""
+    """Return the operands of a matmul node; raise MissedError if the fused operators cannot compute it."""
     given = arguments_of(node)
     if not all(type(n) is int for n in node.meta["val"].shape):
         raise MissedError(f"{node.name} has a size that is symbolic")
@@ -113,7 +113,7 @@ def matmul_of(node: Node) -> Matmul:
 
 
 def collective_of(node: Node) -> CollectiveNode:
-    """Read an all-gather or a reduce-scatter; raise MissedError if its shape or group is not known."""
+    """Return the arguments of an all-gather or reduce-scatter; raise MissedError if its shape or group is unknown."""
     source, given = node.args[0], arguments_of(node)
     group = given["group_name"]
     name = group if isinstance(group, str) else getattr(group, "group_name", None)
@@ -125,7 +125,7 @@ def collective_of(node: Node) -> CollectiveNode:
 
 
 def check_ranks(collective: CollectiveNode) -> None:
-    """Raise MissedError for a group that the fused operators do not take."""
+    """Raise MissedError for a group of a size that the fused operators do not support."""
     if collective.ranks == 1:
         raise UnpairedError("a group of 1 rank, which waits for nobody")
     if collective.ranks > MAX_RANKS:
@@ -133,7 +133,7 @@ def check_ranks(collective: CollectiveNode) -> None:
 
 
 class GraphRewrite:
-    """A graph while it is rewritten."""
+    """Inserts, replaces and erases nodes of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -144,7 +144,7 @@ class GraphRewrite:
         self._new: list[Node] = []
 
     def check_undisturbed(self, nodes: Iterable[Node]) -> None:
-        """Raise MissedError if something changes tensors in place between some nodes of the original graph."""
+        """Raise MissedError if a node between the first and the last of `nodes` changes tensors in place."""
         places = [self._place[node] for node in nodes]
         if any(min(places) < i < max(places) for i in self._mutations):
             raise MissedError("tensors are changed in place between the two")
@@ -163,17 +163,17 @@ class GraphRewrite:
         return node
 
     def item(self, node: Node, index: int) -> Node:
-        """Insert one of several results."""
+        """Insert the selection of the result `index` of a node."""
         return self.call(operator.getitem, node, index)
 
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
-        """Insert a reshape."""
+        """Insert a reshape, unless the node has this shape."""
         if list(node.meta["val"].shape) == list(shape):
             return node
         return self.call(aten.reshape.default, node, list(shape))
 
     def arrange(self, node: Node, dims: Sequence[Modes]) -> Node:
-        """Rearrange a node's elements to these dims of modes over it, flat, by a view if possible.
+        """Insert a rearrangement of a node's elements, by a view if possible; `dims`: modes over the flat node.
 
         Raises:
             MissedError: `dims` does not hold each element of the source once.
@@ -189,25 +189,25 @@ class GraphRewrite:
         return self.reshape(node, how.shape)
 
     def typed(self, node: Node, dtype: torch.dtype) -> Node:
-        """Insert the same bytes as another dtype."""
+        """Insert a view of the same bytes in another dtype, unless the node has it."""
         return node if node.meta["val"].dtype == dtype else self.call(aten.view.dtype, node, dtype)
 
     def contiguous(self, node: Node) -> Node:
-        """Insert the node, contiguous."""
+        """Insert a contiguous copy, unless the node is contiguous."""
         if node.meta["val"].is_contiguous():
             return node
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def scale(self, node: Node, by_row: Sequence[int]) -> Node:
-        """Insert a scale: without dims if it is one number, else as `by_row`."""
+        """Insert a reshape of a scale: to [] if it is one number, else to the shape `by_row`."""
         return self.reshape(node, [] if node.meta["val"].numel() == 1 else by_row)
 
     def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> Node:
-        """Insert a constant of another tensor's dtype and device."""
+        """Insert a tensor filled with `value`, in the dtype and on the device of `like`."""
         return self.call(aten.full.default, list(shape), value, dtype=like.dtype, device=like.device)
 
     def replace(self, instead: Mapping[Node, Node], nodes: Iterable[Node]) -> None:
-        """Replace nodes by others, and erase them and `nodes` where nothing reads them."""
+        """Replace the keys of `instead` by its values; erase the keys, and those of `nodes` that nothing reads."""
         for old, new in instead.items():
             old.replace_all_uses_with(new)
         self.erase([*instead, *nodes])
@@ -227,7 +227,7 @@ class GraphRewrite:
 
 
 def first_matmul(start: Node, passes: Callable[[Node], bool], onwards: Callable[[Node], Iterable[Node]]) -> Node | None:
-    """Find the first matmul from a node on, through nodes that satisfy `passes`; `onwards` gives a node's next ones."""
+    """Search for a matmul from `start` on, through nodes that satisfy `passes`; `onwards`: next nodes of a node."""
     found, left = {start}, [start]
     while left:
         last = left.pop()
@@ -248,7 +248,7 @@ def batches_error(nodes: Iterable[Node]) -> UnpairedError | None:
 
 
 def descendants(node: Node) -> set[Node]:
-    """Return a node and everything that depends on it."""
+    """Return a node and all nodes that depend on it."""
     found, left = {node}, [node]
     while left:
         for user in left.pop().users:
@@ -259,7 +259,7 @@ def descendants(node: Node) -> set[Node]:
 
 
 def name_of(node: Node) -> str:
-    """Name an operator as people call it."""
+    """Return the short name of a node's operator, such as "mm"."""
     if node.op == "output":
         return "the graph's result"
     packet = getattr(node.target, "overloadpacket", None)

@@ -1,12 +1,12 @@
-"""Layouts, the places of a moved tensor's elements in the flat tensor that they come from, and their arithmetic.
+"""Layouts and their arithmetic. A layout maps the elements of a moved tensor to their positions in a source tensor.
 
-The source is taken as flat, in row-major order. Each dim of a moved tensor is an ordered product of modes
-`(size, stride)`, strides counted in the flat source, the last mode running fastest (the layouts of CuTe). A gathered
-`[ranks·B, S, D]`, split over ranks and joined along dim 1 for `[B, ranks·S, D]`, has the dims
+The source is viewed as flat, in row-major order. Each dim of a moved tensor is an ordered product of modes
+`(size, stride)`. Strides count elements of the flat source, and the last mode runs fastest (the layouts of CuTe). A
+gathered `[ranks·B, S, D]`, split over ranks and joined along dim 1 to `[B, ranks·S, D]`, has the dims
 
     ((B, S·D),)   ((ranks, B·S·D), (S, D))   ((D, 1),)
 
-that is, ranks are outermost in dim 1, each with S rows. Nothing here needs torch.
+that is, ranks are outermost in dim 1, each with S rows. This file needs no torch.
 """
 
 import math
@@ -19,19 +19,19 @@ Modes = tuple[Mode, ...]
 
 
 class Layout(NamedTuple):
-    """The places that the elements of a moved tensor come from."""
+    """The positions in a flat source from which the elements of a moved tensor come."""
 
     dims: tuple[Modes, ...]  # modes of each dim; a dim of length 1 has none
     offset: int = 0  # of the first element, in the flat source
 
     @property
     def modes(self) -> Modes:
-        """All modes, outermost first."""
+        """Return the modes of all dims, outermost first."""
         return tuple(mode for dim in self.dims for mode in dim)
 
 
 def merged(modes: Sequence[Mode]) -> Modes:
-    """Return the same elements in as few modes as possible."""
+    """Return the fewest modes that have the same elements in the same order."""
     out: list[Mode] = []
     for size, stride in modes:
         if size == 1:
@@ -44,12 +44,12 @@ def merged(modes: Sequence[Mode]) -> Modes:
 
 
 def length(modes: Sequence[Mode]) -> int:
-    """Return the number of elements."""
+    """Return the number of elements of modes."""
     return math.prod(size for size, _ in modes)
 
 
 def identity(shape: Sequence[int]) -> Layout:
-    """Return the layout of the source itself."""
+    """Return the layout of a source of this shape over itself."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return Layout(tuple(merged([mode]) for mode in zip(shape, strides, strict=True)))
 
@@ -75,7 +75,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 
 def narrowed(layout: Layout, dim: int, start: int, size: int) -> Layout | None:
-    """Return a range of one dim, or None if it is not an aligned one."""
+    """Return the layout of `size` indices from `start` on of one dim, or None if a mode would be cut unevenly."""
     modes, offset, kept = list(layout.dims[dim]), layout.offset, ()
     while modes:
         (_, stride), inner = modes[0], length(modes[1:])
@@ -105,14 +105,14 @@ def joined(layouts: Sequence[Layout], dim: int) -> Layout | None:
 
 
 def relocated(modes: Modes, places: Sequence[tuple[int, int, int]]) -> Modes | None:
-    """Find the modes in another flat tensor.
+    """Express modes of one flat tensor as modes of a new flat tensor, which has the same elements in another order.
 
     Args:
         modes: in the old flat tensor.
         places: (size, old stride, new stride) of each mode of the old flat tensor in the new one.
 
     Returns:
-        The modes in the new flat tensor, or None if one of them is in no place, or cut unevenly.
+        The modes in the new flat tensor, or None if one is outside of `places`, or would be cut unevenly.
     """
     out: list[Mode] = []
     for size, stride in modes:
@@ -135,7 +135,7 @@ def relocated(modes: Modes, places: Sequence[tuple[int, int, int]]) -> Modes | N
 
 
 class Steps(NamedTuple):
-    """The steps from a source to a layout: reshape, permute, reshape."""
+    """The steps from a flat source to a layout: reshape to `sizes`, permute by `order`, reshape to `shape`."""
 
     sizes: list[int]
     order: list[int]

@@ -1,8 +1,9 @@
-"""Track the places of a tensor's elements through views, transposes, splits and concatenations, exactly and statically.
+"""Track the positions of a tensor's elements through views, transposes, splits and concatenations, exactly, statically.
 
 Compilers write one gather in many ways: a collective along dim 0, then split and cat, or slices, or only views if a dim
-is 1, then a reshape to a matrix and perhaps a transpose. None of these computes anything. This file follows them, so
-that a pass asks where the ranks' rows are, instead of matching each pattern. `layout_modes.py` has the arithmetic.
+is 1, then a reshape to a matrix and perhaps a transpose. None of these operators changes an element. This file follows
+them, so that a pass knows the positions of the ranks' rows, and matches no patterns. The arithmetic is in
+`layout_modes.py`.
 """
 
 import operator
@@ -26,7 +27,7 @@ RESHAPES = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
     aten.expand.default,
-    aten.select_scatter.default,  # into the only place of its dim, as the gradient of x[0] for a batch of one
+    aten.select_scatter.default,  # into a dim of length 1, as the gradient of x[0] for a batch of one
 }
 COPIES = {
     aten.clone.default,
@@ -39,26 +40,26 @@ SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 
 class Moved(NamedTuple):
-    """A tensor as a rearrangement of another one."""
+    """A tensor described as a rearrangement of another tensor."""
 
-    source: Node  # computed the elements
-    layout: Layout  # where they lie
+    source: Node  # the node that computed the elements
+    layout: Layout  # the elements' positions in the result of `source`
 
 
 def is_static(node: object) -> bool:
-    """Return whether a node is one tensor of known shape, with elements."""
+    """Return whether a node is one tensor of a known shape, and not empty."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and all(type(n) is int and n > 0 for n in value.shape)
 
 
 class ViewTracker:
-    """Traces nodes to what computed them, each once."""
+    """Traces nodes back to the nodes that computed their elements, each node once."""
 
     def __init__(self) -> None:
         self._known: dict[Node, Moved] = {}
 
     def trace(self, node: Node) -> Moved:
-        """Return what computed a static node's elements, itself if it is no movement, and where they lie."""
+        """Return the node that computed a static node's elements (itself, unless it only moves them) and their layout."""
         chain = [node]  # iterative: a chain of movements may be long
         while chain:
             last = chain[-1]
@@ -71,7 +72,7 @@ class ViewTracker:
         return self._known[node]
 
     def _moved(self, node: Node) -> Moved | None:
-        """Compose a movement with its inputs' movements; None if the result is no layout."""
+        """Compose a node's rearrangement with those of its inputs; None if it is none, or the result is no layout."""
         before = [self._known[n] for n in sources(node)]
         if not before or any(b.source is not before[0].source for b in before):
             return None
@@ -107,7 +108,7 @@ class ViewTracker:
 
 
 def sources(node: Node) -> list[Node]:
-    """Return the tensors that a node moves; none if it is not a movement."""
+    """Return the inputs whose elements a node only moves; an empty list if it also computes."""
     target = node.target
     args: Any = node.args
     inputs: list[Any] = []
@@ -135,7 +136,7 @@ _REORDERED = {aten.slice.Tensor, aten.select.int, aten.permute.default, aten.t.d
 
 
 def path(node: Node, source: Node) -> Iterator[Node]:
-    """Yield the movements from a node back to its source: the node first, without the source, splits included."""
+    """Yield the nodes that move elements from `source` to `node`, backwards: `node` and splits, but not `source`."""
     seen, left = {source}, [node]
     while left:
         last = left.pop()
