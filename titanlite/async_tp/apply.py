@@ -4,7 +4,7 @@ titanlite's own layers call the fused operators. A model under `parallelize_modu
 matmuls. Under `torch.compile` both are in one graph, and this pass rewrites pairs of them to
 
     torch.ops.titanlite.all_gather_matmul         an all-gather and the matmuls that read it
-    torch.ops.titanlite.matmul_reduce_scatter     a matmul, or a sum of some, and the reduce-scatter that reads it
+    torch.ops.titanlite.matmul_reduce_scatter     a matmul, or a sum of matmuls, and the reduce-scatter that reads it
 
 The pass follows elements instead of matching patterns: `view_tracking.py` tracks the gathered tensor through any views,
 splits and transposes to each matmul, and so finds the operand that is split over ranks, and its dim. Other readers of
@@ -78,7 +78,7 @@ def fuse_collective_matmuls(graph: Graph) -> list[Pair]:
     collectives = [node for node in graph.nodes if _is_collective(node)]
     fates: dict[Node, Pair] = {}
     of_scales: dict[Node, Node] = {}
-    for node in sorted(collectives, key=lambda n: n.target == REDUCE_SCATTER):  # stable: gathers first
+    for node in sorted(collectives, key=lambda n: n.target == REDUCE_SCATTER):  # a stable sort, gathers first
         if node in work.erased:
             continue
         try:
@@ -129,7 +129,7 @@ def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
             f"async_tp.fusing: inductor's post_grad_custom_pre_pass is {other!r}; want none. Call "
             "fuse_collective_matmuls(graph) from that pass"
         )
-    return {"post_grad_custom_pre_pass": _Pass(report)}  # it gets the graph as AOTAutograd leaves it
+    return {"post_grad_custom_pre_pass": _Pass(report)}  # gets the graph as AOTAutograd leaves it
 
 
 def check_fused(report: list[Pair]) -> None:

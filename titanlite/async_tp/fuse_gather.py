@@ -38,7 +38,7 @@ def fuse_gather(rewrite: GraphRewrite, node: Node) -> tuple[tuple[str, ...], lis
     """Fuse an all-gather with the matmuls that read it.
 
     Returns:
-        Names of the fused matmuls; why others are not fused; and the all-gather of scales that it includes.
+        Names of the fused matmuls; why others are not fused; the all-gather of scales that is fused, too, or None.
 
     Raises:
         MissedError: nothing can be fused; the graph keeps the nodes inserted so far.

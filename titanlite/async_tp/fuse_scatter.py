@@ -40,7 +40,7 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 class Sum(NamedTuple):
     """The reduced tensor, as a sum of matmuls and biases."""
 
-    matmuls: list[Matmul]  # its terms
+    matmuls: list[Matmul]  # terms of the sum
     biases: list[Node]  # [N] each, added to all rows
     nodes: list[Node]  # from the products to the reduce-scatter
 
@@ -49,7 +49,7 @@ def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
     """Fuse a reduce-scatter with the matmuls that it reads, and return the names of the matmuls.
 
     Raises:
-        MissedError: it cannot be fused; the graph keeps the nodes inserted so far.
+        MissedError: the reduce-scatter cannot be fused; the graph keeps the nodes inserted so far.
     """
     collective, reduce_op = collective_of(node), str(node.args[1])
     if reduce_op not in ("sum", "avg"):
@@ -70,7 +70,7 @@ def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
 
 
 def _collect_terms(source: Node, tracker: ViewTracker, total: Sum) -> None:
-    """Add the matmuls and biases that `source` sums up to `total`, or raise MissedError."""
+    """Add to `total` the matmuls and biases whose sum is `source`, or raise MissedError."""
     total.nodes.append(source)
     if is_matmul(source):
         matmul = matmul_of(source)

@@ -36,9 +36,9 @@ class Product(NamedTuple):
     """A matmul that reads the gathered tensor."""
 
     matmul: Matmul
-    gathered: Gathered  # one operand
+    gathered: Gathered  # the operand that is gathered
     other: Node  # the other operand
-    other_dims: tuple[Modes, ...] | None  # its modes, if it has to be reordered
+    other_dims: tuple[Modes, ...] | None  # modes of the other operand, if it has to be reordered
     other_scale: Node | None
 
 
@@ -66,7 +66,7 @@ def product_of(
     if {other, matmul.bias, other_scale} & dependent:
         raise MissedError(f"{name} has another operand that depends on the gathered tensor")
     layout = moved[own]
-    assert layout is not None  # noqa: S101  # a matmul reads no split
+    assert layout is not None  # noqa: S101  # a matmul cannot read a split
     rows, columns = (_ranks_apart(modes, collective) for modes in layout.dims[-2:])
     if steps((rows, columns), math.prod(collective.node.meta["val"].shape)) is None:
         raise MissedError(f"{name} reads a part of the gathered tensor, as where padding was cut off")
@@ -128,7 +128,7 @@ def _ranks_apart(modes: Modes, collective: CollectiveNode) -> Modes:
 
 
 def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> tuple[Modes, ...]:
-    """Return modes of the other operand with the ranks outermost in dim `axis`, before what is `before` and `after`."""
+    """Return modes of the other operand, with the ranks outermost in dim `axis`, then lengths `before` and `after`."""
     shape = other.meta["val"].shape[-2:]
     layout = identity(shape)
     stride = 1 if axis == 1 else shape[1]

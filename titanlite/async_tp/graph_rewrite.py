@@ -80,7 +80,7 @@ def is_matmul(node: Node) -> bool:
 
 
 def could_be_passed(node: Node) -> bool:
-    """Return whether a node between collective and matmul could be moved elsewhere: a cast, a view, a slice, a factor."""
+    """Return whether a node between collective and matmul could be moved elsewhere: a cast, view, slice or factor."""
     if node.target in _FACTORS:
         return not isinstance(node.args[1], Node)
     return node.target in _NO_ARITHMETIC or node.target in SPLITS or bool(sources(node))
@@ -179,7 +179,7 @@ class GraphRewrite:
             MissedError: `dims` does not hold each element of the source once.
         """
         total = math.prod(node.meta["val"].shape)
-        if not total:  # on a rank whose part of a weight is empty; it still takes part in the collective
+        if not total:  # this rank's part of a weight is empty, but the rank still takes part in the collective
             return self.reshape(node, [length(modes) for modes in dims])
         how = steps(dims, total)
         if how is None:
@@ -189,7 +189,7 @@ class GraphRewrite:
         return self.reshape(node, how.shape)
 
     def typed(self, node: Node, dtype: torch.dtype) -> Node:
-        """Insert a view of the same bytes in another dtype, unless the node has it."""
+        """Insert a view of the same bytes in another dtype, unless the node has this dtype."""
         return node if node.meta["val"].dtype == dtype else self.call(aten.view.dtype, node, dtype)
 
     def contiguous(self, node: Node) -> Node:
@@ -207,7 +207,7 @@ class GraphRewrite:
         return self.call(aten.full.default, list(shape), value, dtype=like.dtype, device=like.device)
 
     def replace(self, instead: Mapping[Node, Node], nodes: Iterable[Node]) -> None:
-        """Replace the keys of `instead` by its values; erase the keys, and those of `nodes` that nothing reads."""
+        """Replace the keys of `instead` by its values; erase the keys and `nodes`, except nodes that are still read."""
         for old, new in instead.items():
             old.replace_all_uses_with(new)
         self.erase([*instead, *nodes])
@@ -227,7 +227,7 @@ class GraphRewrite:
 
 
 def first_matmul(start: Node, passes: Callable[[Node], bool], onwards: Callable[[Node], Iterable[Node]]) -> Node | None:
-    """Search for a matmul from `start` on, through nodes that satisfy `passes`; `onwards`: next nodes of a node."""
+    """Search for a matmul from `start` on, through nodes that satisfy `passes`; `onwards` returns the next nodes."""
     found, left = {start}, [start]
     while left:
         last = left.pop()

@@ -1,6 +1,6 @@
-"""Layouts and their arithmetic. A layout maps the elements of a moved tensor to their positions in a source tensor.
+"""Layouts and their arithmetic. A layout maps the elements of a rearranged tensor to positions in a source tensor.
 
-The source is viewed as flat, in row-major order. Each dim of a moved tensor is an ordered product of modes
+The source is viewed as flat, in row-major order. Each dim of a rearranged tensor is an ordered product of modes
 `(size, stride)`. Strides count elements of the flat source, and the last mode runs fastest (the layouts of CuTe). A
 gathered `[ranks·B, S, D]`, split over ranks and joined along dim 1 to `[B, ranks·S, D]`, has the dims
 
@@ -19,7 +19,7 @@ Modes = tuple[Mode, ...]
 
 
 class Layout(NamedTuple):
-    """The positions in a flat source from which the elements of a moved tensor come."""
+    """The positions in a flat source from which the elements of a rearranged tensor come."""
 
     dims: tuple[Modes, ...]  # modes of each dim; a dim of length 1 has none
     offset: int = 0  # of the first element, in the flat source

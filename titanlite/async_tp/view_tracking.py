@@ -1,4 +1,4 @@
-"""Track the positions of a tensor's elements through views, transposes, splits and concatenations, exactly, statically.
+"""Track the exact positions of a tensor's elements through views, transposes, splits and concatenations of a graph.
 
 Compilers write one gather in many ways: a collective along dim 0, then split and cat, or slices, or only views if a dim
 is 1, then a reshape to a matrix and perhaps a transpose. None of these operators changes an element. This file follows
@@ -59,7 +59,7 @@ class ViewTracker:
         self._known: dict[Node, Moved] = {}
 
     def trace(self, node: Node) -> Moved:
-        """Return the node that computed a static node's elements (itself, unless it only moves them) and their layout."""
+        """Return the node that computed a static node's elements, itself unless it only moves them, and a layout."""
         chain = [node]  # iterative: a chain of movements may be long
         while chain:
             last = chain[-1]
@@ -72,7 +72,7 @@ class ViewTracker:
         return self._known[node]
 
     def _moved(self, node: Node) -> Moved | None:
-        """Compose a node's rearrangement with those of its inputs; None if it is none, or the result is no layout."""
+        """Compose a node's rearrangement with those of its inputs; None unless the result is a layout of one source."""
         before = [self._known[n] for n in sources(node)]
         if not before or any(b.source is not before[0].source for b in before):
             return None
@@ -93,7 +93,7 @@ class ViewTracker:
         elif target is aten.select.int:
             one = narrowed(layout, dim, given["index"] % length(layout.dims[dim]), 1)
             out = one and Layout((*one.dims[:dim], *one.dims[dim + 1 :]), one.offset)
-        elif target is operator.getitem:  # of a split
+        elif target is operator.getitem:  # one result of a split
             split, index = node.args
             lengths = [v.shape[dim] for v in split.meta["val"]]  # type: ignore[union-attr]
             out = narrowed(layout, dim, sum(lengths[:index]), lengths[index])  # type: ignore[index]
