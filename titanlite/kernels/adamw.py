@@ -1,7 +1,7 @@
 """AdamW on many tensors at once. An update can also clip the gradients, or be skipped.
 
 On a GPU one kernel updates all tensors in one pass over memory (`titanlite/kernels/device/adamw.py`). Elsewhere torch's
-fused AdamW does.
+fused AdamW is called.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
@@ -95,7 +95,7 @@ def _adamw_by_torch(
 
 
 class Update:
-    """Launches the kernel that updates a state. Gradients may move in memory between steps, the state's tensors not."""
+    """Launches the kernel that updates a state. Between steps gradients may move in memory, the state's must not."""
 
     def __init__(self, state: AdamWState) -> None:
         from titanlite.kernels.device.adamw import BLOCK

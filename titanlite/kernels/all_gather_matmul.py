@@ -65,7 +65,7 @@ def all_gather_matmul(
         others: the other operand of each product, [K, N] for the "left" forms, […, K] for the "right" ones, in the
             dtype of `shard`; float8 dtypes may be mixed. Any strides.
         dim: the dim along which G is split.
-        size: length of `dim` in G. Rank r holds the indices r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉ of it.
+        size: length of `dim` in G. Rank r holds the indices r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉ of this dim.
         group: name of the process group.
         form: operands of the products, one of FORMS, see the table of this module.
         biases: [N] each, of any dtype, added before the product is rounded.
@@ -171,7 +171,7 @@ def _save_gathered(ctx, call: GatherCall, results) -> None:
 def _gather_backward(ctx, grads):
     """Return the gradients of shard, others and biases, in this order.
 
-    The shard's gradient is a sum of products, computed by `matmul_reduce_scatter`. The others are plain matmuls.
+    The shard's gradient is a sum of products, computed by `matmul_reduce_scatter`. Other gradients are plain matmuls.
     """
     if ctx.float8:
         raise NotImplementedError(
@@ -192,7 +192,7 @@ def _gather_backward(ctx, grads):
     d_shard, form = None, ctx.form
     if needs_shard and pairs:
         lefts, rights = zip(*(_grad_of_gathered(grad, other, form) for grad, other in pairs), strict=True)
-        reduce = torch.ops.titanlite.matmul_reduce_scatter.default  # no import: its module imports this one
+        reduce = torch.ops.titanlite.matmul_reduce_scatter.default  # not imported: its module imports this one
         d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None, False)
     if needs_shard and grad_gathered is not None:
         own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))

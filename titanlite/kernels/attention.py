@@ -34,9 +34,10 @@ _LEAST_ROWS, _MOST_BLOCKS = 128, 32  # least queries of a block of the definitio
 class Bounds(NamedTuple):
     """The bounds of pieces, run by run. The last pieces of a run may be empty, and so may runs."""
 
-    # [2, n] int32: of each run, the first query (0) and key (1) of each piece, counted in the run, and the last's end
+    # [2, n] int32: of each run, the first query (row 0) and first key (row 1) of each piece, and the end of the last
+    # piece, all counted from the run's first
     at: Tensor
-    runs: Tensor  # [runs, 5] int64 on the CPU: first query, first key, end of keys, first column of `at`, its columns
+    runs: Tensor  # [runs, 5] int64, CPU: first query, first key, end of keys, first column of `at`, number of columns
 
 
 def attention(
@@ -201,7 +202,7 @@ def _query_blocks(
             begins, firsts = (at.cpu() + torch.tensor([[rows.start], [keys.start]])).tolist()
             pieces += zip(begins, begins[1:], firsts, firsts[1:], strict=False)
     for begin, end, first, last in pieces:
-        n, behind = max(_LEAST_ROWS, -(-(end - begin) // _MOST_BLOCKS)), last - end  # own key's index minus a query's
+        n, behind = max(_LEAST_ROWS, -(-(end - begin) // _MOST_BLOCKS)), last - end  # offset of a query's own key
         for row in range(begin, end, n):
             rows = slice(row, min(row + n, end))
             seen = slice(max(first, row + behind - window + 1) if window else first, rows.stop + behind)
@@ -223,11 +224,11 @@ def _packed(x: Tensor, n: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, unseen: Tensor) -> Tensor:
     """Return the scaled scores, [K, H / K · queries, keys]; −∞ where a query does not see a key (`unseen`)."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    bias = torch.zeros_like(unseen, dtype=scores.dtype).masked_fill_(unseen, -torch.inf)  # faster than masked scores
+    bias = torch.zeros_like(unseen, dtype=scores.dtype).masked_fill_(unseen, -torch.inf)  # faster than filling scores
     return scores.unflatten(1, (-1, len(unseen))).add_(bias).flatten(1, 2)
 
 
-# For fake tensors: the definition reads numbers of `bounds`, which they lack, and hides the device of its results.
+# Needed for fake tensors: the definition reads the numbers in `bounds`, and its results would lack a device.
 def _shapes(q, k, v, starts, bounds, *others):
     """Allocate the result [M, H, E] and log-sum-exps [M, H], heads outermost in memory; [B, H, S] for whole samples."""
     (M, H, _), longest = q.shape, others[-2]

@@ -2,7 +2,7 @@
 
 On a GPU torch's `_chunk_cat` builds a table at every call, with an entry for each 2 KiB of a rank's chunks. This takes
 the host 0.8 ms for a block of Llama-3 8B on two ranks and 1.6 ms on one, and the kernel reaches half of the memory's
-bandwidth (`scripts/bench/chunk_cat.py`). Our kernel needs no table: it is launched once per tensor.
+bandwidth (`scripts/bench/chunk_cat.py`). The kernel here needs no table: it is launched once per tensor.
 """
 
 import torch

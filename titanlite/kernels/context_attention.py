@@ -147,7 +147,7 @@ def _gather_keys(
 def _sum_at_owners(
     d_k: Tensor, d_v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Send gradients to the owners of the keys, and return the sums of all ranks' gradients of this rank's, [M, K, E].
+    """Send gradients of keys and values to their owners. Return the sums for this rank's own ones, [M, K, E] each.
 
     `d_k` and `d_v`, [N, K, E], are the gradients from this rank's queries. Sums are formed in float32 or wider.
     """

@@ -89,7 +89,7 @@ def overwrite_with_gradient(
 
 
 def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
-    """Make a pass over the logits, `function`, take ROWS tokens at a time, or all tokens at once of fake tensors."""
+    """Make `function`, a pass over the logits, take ROWS tokens at a time (all at once if the logits are fake)."""
 
     def in_parts(logits: Tensor, *others: Any, **numbers: float) -> Any:
         parts = []
@@ -136,7 +136,7 @@ class CrossEntropy:
             logits: [M, V/tp].
             targets: [M] int64.
             of_sequences: [B] float32; the loss of each of the B sequences is added to it. None: not computed.
-            squares: [] float32; the sum of lse² over all targets is added to it. None: not computed.
+            squares: [] float32; the sum over all targets of squared log-sum-exps is added to it. None: not computed.
 
         Returns:
             [] float32, equal on all ranks of the group. Its backward can run once and overwrites `logits`.

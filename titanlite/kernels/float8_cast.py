@@ -48,7 +48,7 @@ def transpose(x: Tensor, after: Tensor | None = None, sources: Tensor | None = N
     Args:
         x: [M, K] float8, contiguous.
         after: a tensor that must be computed first; it is not read. A weight is transposed after a gradient: otherwise
-            a compiler might do so in forward, and keep the result until backward, although FSDP gathers anew.
+            a compiler might do so in forward and keep the result for backward, although FSDP gathers the weight again.
         sources: [M'] int32, the row of x for each column of the result; -1: zeros. None: all rows in order.
 
     Returns:

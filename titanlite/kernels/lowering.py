@@ -30,7 +30,7 @@ C = TypeVar("C", GatherCall, ScatterCall)
 
 
 class Lowered(NamedTuple):
-    """A collective matmul by operator and shapes, and the reason why it was not fused, if so."""
+    """The key by which calls of collective matmuls are counted."""
 
     op: str  # "all_gather_matmul" or "matmul_reduce_scatter"
     shapes: str  # of the operands
@@ -102,7 +102,7 @@ class MatmulOperator(Generic[C]):
         return Lowered(self.name, self.shapes(call)[1], reason, reason in EXPECTED)
 
     def _choose(self, call: C) -> tuple[Lowered, Callable[[C], Any]]:
-        """Validate a new call, and choose its implementation with all ranks. Rank 0 warns of an unexpected reason."""
+        """Validate a call and choose its implementation with all ranks. Rank 0 warns of reasons not in `EXPECTED`."""
         self._check(call)
         own, _ = self.shapes(call)
         group = named_group(call.group)
@@ -138,7 +138,7 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
 
     Raises:
         ValueError: the ranks' calls differ; every rank raises it.
-        RuntimeError: the call is new, and a CUDA graph is captured.
+        RuntimeError: the call is new, and a CUDA graph is being captured.
     """
     process_group = process_group_of(group)
     key = process_group, op, what, own
@@ -176,8 +176,8 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
 def no_shared_memory(group: str, operator: int, n_slots: int, device: Device | None = None) -> str | None:
     """Return the reason why the ranks of a group cannot use symmetric memory, or None. Collective on the first call.
 
-    If nothing else prevents it, the ranks try to allocate it, since the system may refuse. For `operator` and `n_slots`
-    see `device.channel.channel`. `device` is the device that the run is built for; None: this process's GPU.
+    If nothing else prevents it, the ranks try to allocate such memory, since the system may refuse. For `operator` and
+    `n_slots` see `device.channel.channel`. `device`: the device that the run is built for; None: this process's GPU.
     """
     process_group = process_group_of(group)
     if device is not None and device.is_named:

@@ -42,7 +42,7 @@ Sends = Callable[..., "list[Sent] | None"]
 
 
 class Split(NamedTuple):
-    """A sharding rule: each rank can compute its part of an operator's results from its parts of the inputs alone.
+    """A sharding rule: each rank computes its part of an operator's results from its parts of the inputs, by itself.
 
     A rule holds for calls with as many tensors as `inputs` has entries: an argument that may be None needs two rules.
     """
@@ -72,7 +72,7 @@ def operator(
         on_gpus: the implementation for CUDA tensors: a function, or a name for `device_code`; None: the definition.
         schema: the operator's signature; the definition's if empty.
         splits: the operator's sharding rules.
-        sends: returns the operator's collectives; needed if its definition has others, or they depend on values.
+        sends: returns the operator's collectives. Needed if these are not its definition's, or depend on values.
         unless: (arguments of the operator) → whether the definition runs on GPUs instead of `on_gpus`.
         flops: (shapes of tensors, and other arguments) → floating-point operations.
     """

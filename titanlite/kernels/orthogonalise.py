@@ -1,4 +1,4 @@
-"""The nearest matrix with orthonormal rows or columns, by polynomials: only matmuls, no singular vectors.
+"""Compute the nearest matrix with orthonormal rows or columns by polynomials, that is, by matmuls alone.
 
 With X = U S Vᵀ, an odd polynomial p(x) = a x + b x³ + c x⁵ of X is U p(S) Vᵀ = P X, where P = a + b G + c G G is a
 polynomial of the symmetric G = X Xᵀ. A few such polynomials, applied one after the other, move each singular value in
@@ -51,13 +51,13 @@ ITERATIONS: dict[str, Polynomials] = {
 """Published sequences, by name."""
 
 STEPS_OF_GRAM = 2
-"""Maximum number of steps that use only G, before X is computed."""
+"""Maximum number of steps that one G serves, before X is updated and gives a new G."""
 INSIDE = {"cuda": torch.float16}
 """By device type, the dtype in which bfloat16 matrices are multiplied. Other devices take float32: CPUs are slow in
 float16. On one thread of an EPYC four products X X of 256 × 256 matrices took 101 ms in float16 and 2.2 ms in float32,
 X Xᵀ 21 and 2.5 ms; four steps of `configs/debug.toml` with `muon` took 16.6 s and 5.8 s of a processor."""
 _UNIT = 2.0**12
-"""Factor of X and G in memory: large matrices have small elements, and float16 has no numbers below 6e-8."""
+"""X and G are stored times this factor: large matrices have small elements, and float16 no numbers below 6e-8."""
 
 
 def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: Tensor | None = None) -> Tensor:

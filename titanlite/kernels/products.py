@@ -178,7 +178,7 @@ def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
 
 
 def products(call: GatherCall, gathered: Tensor, scale: Tensor | None, first: int = 0) -> list[Tensor]:
-    """Multiply the gathered tensor, whose scale is `scale`, by each of the other operands from index `first` on."""
+    """Multiply the gathered tensor, whose scale is `scale`, by each of `call.others` from index `first` on."""
     operand = gathered.t() if call.form.endswith("_t") else gathered
     outs: list[Tensor] = []
     for i, other in enumerate(call.others[first:], first):
@@ -231,7 +231,7 @@ def scaled_product(
 ) -> Tensor:
     """Return a float8 product [M, N], accumulated in float32 and rounded once.
 
-    If only one operand has a single scale, that scale is expanded, since cuBLAS needs scales of one kind.
+    If one operand has a single scale and the other has several, the single one is expanded: cuBLAS does not mix them.
 
     Args:
         left: [M, K], rows contiguous.
@@ -285,5 +285,5 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Return `scaled_product`. Being one operator on every device, it is the same in a trace on a CPU as on a GPU."""
+    """Compute `scaled_product` as one operator, so that graphs traced on a CPU and on a GPU are equal."""
     return scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)

@@ -33,7 +33,7 @@ def fork_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Forward has no kernel: compilers fuse it."""
+    """Forward has no kernel: compilers fuse its operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

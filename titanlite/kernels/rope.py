@@ -84,7 +84,7 @@ def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) ->
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """Forward has no kernel: compilers fuse it."""
+    """Forward has no kernel: compilers fuse its operations."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ A model returns only logits, so an auxiliary loss enters as a gradient: `with_lo
 the loss its gradient in backward. The loss is a mean over the counted tokens of a micro-batch, and is weighted with the
 micro-batch's share of the step's targets, since gradients of micro-batches and ranks are summed.
 
-M tokens, E experts, K experts of a token.
+M tokens, E experts, K experts per token.
 
 Source: Fedus et al. 2021, "Switch Transformers", eq. 4 to 6; Zoph et al. 2022, "ST-MoE", eq. 5.
 """
@@ -22,8 +22,8 @@ from titanlite.kernels.operators import operator
 def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Group | None = None) -> Tensor:
     """Return the balance loss and the z-loss, means over the counted tokens.
 
-    The balance loss is E · Σ f·p, as in `transformers`: f the share of tokens that chose an expert, p its mean
-    probability; it is K if experts are used equally. The z-loss is the mean square of the logits' log-sum-exp.
+    The balance loss is E · Σ f·p, as in `transformers`: f is the share of tokens that chose an expert, p the expert's
+    mean probability. It is K if experts are used equally. The z-loss is the mean square of the logits' log-sum-exp.
 
     Args:
         logits: [M, E] float32.
@@ -48,7 +48,7 @@ def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Gr
 
 
 def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
-    """Return `x`, which must require a gradient. Backward gives `loss`, [], the gradient `share`, [], in addition."""
+    """Return `x`, which must require a gradient. In backward `loss`, [], receives the gradient `share`, []."""
     return _WithLoss.apply(x, loss, share)  # type: ignore[no-any-return]
 
 
@@ -66,7 +66,7 @@ class _WithLoss(torch.autograd.Function):
 
 @operator("count_choices", None)
 def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: str | None = None) -> Tensor:
-    """Count the tokens of each expert.
+    """Count the tokens that chose each expert.
 
     The operator includes the sum over ranks: activation checkpointing keeps its result, so ranks communicate only once.
 

@@ -40,7 +40,7 @@ class RowTable:
 class TensorTable:
     """A table of the tensors that the rows of a `RowTable` belong to."""
 
-    tensors: Sequence[Tensor]  # by the indices in the `RowTable`; of one dtype, contiguous
+    tensors: Sequence[Tensor]  # in the order of the indices in the `RowTable`; of one dtype, contiguous
     addresses: Tensor  # [n] int64, on the device of the tensors
     aligned: bool  # whether all tensors begin at multiples of 16 bytes
 

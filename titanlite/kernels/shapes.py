@@ -37,7 +37,7 @@ class DimSplit(NamedTuple):
 
 
 def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> DimSplit:
-    """Describe a tensor whose `dim`, which may be negative, is `size` long over all ranks; `shape[dim]` is not read."""
+    """Return the split of a tensor whose `dim`, maybe negative, has length `size` over all ranks, not `shape[dim]`."""
     dim %= len(shape)
     return DimSplit(math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :]), ranks)
 

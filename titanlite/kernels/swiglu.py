@@ -35,7 +35,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Forward has no kernel: compilers fuse it."""
+    """Forward has no kernel: compilers fuse its operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -52,11 +52,11 @@ def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
 
 
 def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
-    """Return the bytes stored to peers: each slot's row, and for gradients its weight's. None if NCCL moves them."""
+    """Return the bytes stored to peers: each slot's row and, in backward, its weight's gradient. None: by NCCL."""
     of = named_group(others[-1])
     if not device.is_gpu or no_token_exchange(of.name, device):
         return None
-    weights = others[0] if len(others[0]) > len(choices) else None  # of all ranks: gradients
+    weights = others[0] if len(others[0]) > len(choices) else None  # `dots`, for all ranks' tokens
     each = o.shape[1] * o.itemsize + (0 if weights is None else weights.itemsize)
     return [Sent("all_to_all", choices.numel() * (of.size - 1) // of.size * each)]
 
@@ -85,7 +85,7 @@ def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor
 def gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Send gradients of rows as `combine_at_owners` sends rows, but unweighted, and the gradients of the weights.
+    """Send gradients of rows to the owners of their tokens, which add them up; also send the gradients of the weights.
 
     Args:
         o, slots, choices, n_experts, group: see `combine_at_owners`.
@@ -114,7 +114,7 @@ def slots_of(choices: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """The results of `expert_rows`, see there."""
+    """The results of `expert_rows`: the rows of choices, the slots of rows, and the first row of each expert."""
 
     rows: Tensor
     slots: Tensor
@@ -122,7 +122,7 @@ class Routing(NamedTuple):
 
 
 class Dispatch:
-    """Moves tokens to the rows of their experts and back. `group`: fields of a `Group`; none: all experts are here."""
+    """Moves tokens to the rows of their experts and back. `group`: fields of the `Group` that shares the experts."""
 
     def __init__(self, *group: str | int) -> None:
         self.group = Group(*group) if group else None  # type: ignore[arg-type]
