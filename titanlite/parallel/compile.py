@@ -16,7 +16,7 @@ def apply_compile(model: nn.Module) -> None:
     graphs = 8 + 2 * len(model.layers)  # type: ignore[arg-type]
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Each rank would warn that save-lists are wrong for code with in-place operations; our blocks have none.
+    # Each rank would warn that save-lists are wrong for code with in-place operations; titanlite's blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for block in model.layers:  # type: ignore[union-attr]
         block.compile(fullgraph=True, dynamic=False)

@@ -20,20 +20,20 @@ from titanlite.receipt import Entry
 
 
 def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
-    """Return the ranks that share a sequence's tokens; None if they share none. `windows`: of attention, by layer."""
+    """Return the ranks that share a sequence's tokens, or None. `windows`: the layers' attention windows."""
     group = mesh.context_group
     return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
 def balance_over_sharers(model: nn.Module, sharers: Group | None) -> None:
-    """Make routers balance the tokens of all ranks that share a micro-batch; None: each rank has its own."""
+    """Make routers balance the tokens of all ranks that share a micro-batch; None: no ranks share one."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.group = sharers
 
 
 def context_entry(model: nn.Module, config: Config) -> Entry:
-    """Return the receipt's entry of context parallelism, after a step."""
+    """Return the receipt's entry of context parallelism; to be called after a step."""
     ranks, layers = config.parallelism.context_parallel_degree, len(windows_of(model))
     tokens, seq_len = tokens_of_rank(config), config.training.seq_len
     load = load_of_split(documents_of_samples(ranks * tokens, seq_len), seq_len, ranks, ())

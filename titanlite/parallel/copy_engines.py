@@ -77,7 +77,7 @@ class PushedAllGather(AllGather):
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the output. FSDP makes the input a part of it."""
+        """Allocate the output. FSDP writes the input into a part of it."""
         return self._exchange.buffer(math.prod(size), dtype)
 
     def __call__(

@@ -29,7 +29,7 @@ _numbers = count(-1, -1)  # thread numbers that no thread has
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Generator[None]:
-    """Make this process act as one rank of a world of that many processes, within a context."""
+    """Make this process act as rank `rank` of a world of `world` processes, within a context."""
     places = [(DeviceMesh, "__init__"), (DeviceMesh, "get_coordinate"), (dist, "all_gather_object")]
     before = [(of, name, getattr(of, name)) for of, name in places]
     served, threads = flash_attention_4.serve(()), torch.get_num_threads()

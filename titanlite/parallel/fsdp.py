@@ -69,7 +69,7 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
 
 
 def _expert_units(model: nn.Module, mesh: Mesh, reshards: bool) -> list[FSDPUnit]:
-    """Return a unit for the experts of each block, and one for those outside of blocks, if experts have a mesh."""
+    """Return a unit for the experts of each block, and one for experts outside of blocks, if experts have a mesh."""
     if mesh.experts is None:
         return []
     units, seen = [], set[nn.Module]()
@@ -109,7 +109,7 @@ def apply_fsdp(
         fully_shard(together, mesh=unit.mesh, reshard_after_forward=unit.reshards, mp_policy=how)
         if not unit.is_read_backward:
             unit.modules[0].set_unshard_in_backward(False)  # type: ignore[operator]
-        if unit.read_by is not None:  # its own hooks are registered later, and run around these
+        if unit.read_by is not None:  # the reader's own hooks are registered later, and run around these
             state = unit.modules[0]._get_fsdp_state()  # type: ignore[operator]
             unit.read_by.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
             unit.read_by.register_forward_hook(state._post_forward)
@@ -147,7 +147,7 @@ def _looks_up(embedding: nn.Module) -> bool:
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, with its sum, the gradient, in memory of the compute stream, which activations free.
+    """FSDP's reduce-scatter, whose sum, the gradient, is in memory of the compute stream, where activations were freed.
 
     This is safe without `record_stream`: the reducing streams have waited for the compute stream when the sum is
     allocated, and the compute stream waits for them before the optimizer's step, after which the sum is freed. It would
@@ -188,7 +188,7 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
             if isinstance(weight, DTensor):
                 weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
                 param._setattr_on_modules(weight)
-                param.is_dtensor = False  # nor are its gradients
+                param.is_dtensor = False  # its gradients are no DTensors either
             if group.mesh_info.mesh.size() == 1:
                 hook = partial(_accumulate_into_master, dtype, param.sharded_param)
                 weight.register_post_accumulate_grad_hook(hook)

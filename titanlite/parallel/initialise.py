@@ -21,7 +21,7 @@ def fill_buffers(model: nn.Module) -> None:
     """Call `fill_buffers` of a newly materialised model, and check that it fills every buffer.
 
     Raises:
-        ConfigError: a buffer was not filled. Buffers of one-byte dtypes have no spare number for a mark: not checked.
+        ConfigError: a buffer was not filled. Buffers of one-byte dtypes are not checked: they may hold any number.
     """
     for buffer in model.buffers():
         if (mark := _mark(buffer.dtype)) is not None:

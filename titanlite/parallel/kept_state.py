@@ -26,7 +26,7 @@ def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
             left_out = _OF_A_MIXTURE if isinstance(module, MixtureOfExperts) else ()
             buffers = {own: x for own, x in module.named_buffers(recurse=False) if own not in left_out}
             state |= {f"{name}.{own}": (id(x), x._version) for own, x in buffers.items()}
-            held = [vars(kind) for kind in reversed(type(module).__mro__)] + [vars(module)]  # or counted by the class
+            held = [vars(kind) for kind in reversed(type(module).__mro__)] + [vars(module)]  # numbers of classes, too
             numbers = {own: value for each in held for own, value in each.items() if isinstance(value, int | float)}
             state |= {f"{name}.{own}": value for own, value in numbers.items() if own not in _OF_EVERY_MODULE}
     return state
@@ -35,7 +35,7 @@ def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
 def written(before: dict[str, object], after: dict[str, object], file: str) -> RecipeError | None:
     """Return the error if a checkpointed block changed a buffer or attribute in forward, else None.
 
-    `before` and `after` are `state_of` around a step, `file` is the model's.
+    `before`, `after`: results of `state_of` before and after a step. `file`: the model's file.
     """
     changed = [name for name, value in before.items() if after.get(name) != value]
     if not changed:

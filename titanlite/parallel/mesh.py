@@ -35,7 +35,7 @@ class Mesh:
     all: DeviceMesh
     fsdp: DeviceMesh  # 1-D, or 2-D with replicas
     tp: DeviceMesh
-    dp_size: int  # ranks with tokens of their own: replicas times shards
+    dp_size: int  # number of data-parallel ranks: replicas times shards
     dp_rank: int
     tp_size: int
     replicas: int

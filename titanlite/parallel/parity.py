@@ -235,9 +235,9 @@ def _of_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def _problems(of_ranks: list[dict[tuple[str, str], float]], bound: float) -> list[Problem]:
-    """Return a problem for each part of the model that differs. It names the first tensor, on which later ones depend.
+    """Return a problem for each part of the model with an error beyond `bound`; it names the part's first such tensor.
 
-    `of_ranks`: the errors that each rank found.
+    `of_ranks`: each rank's errors, by part of the model and tensor.
     """
     wrong: dict[str, list[tuple[str, dict[int, float]]]] = {}
     for part, name in dict.fromkeys(key for errors in of_ranks for key in errors):

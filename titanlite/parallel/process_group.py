@@ -14,7 +14,7 @@ _NO_LIMIT = timedelta(days=365)  # a timeout that every backend supports
 
 
 def choose_device() -> torch.device:
-    """Return this process's device, a GPU of its own if there are any, and make it torch's current one.
+    """Return this process's device, its own GPU if the host has any, and make it torch's current device.
 
     Raises:
         ConfigError: this host has GPUs, but fewer than processes.

@@ -1,4 +1,4 @@
-"""Sum the gradients of parameters that every tensor-parallel rank holds whole and uses for its own tokens."""
+"""Sum the gradients of parameters that every tensor-parallel rank holds in full and applies to its own tokens."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | N
 
 
 def is_replicated(parameter: Tensor) -> bool:
-    """Return whether every tensor-parallel rank holds this parameter whole."""
+    """Return whether every tensor-parallel rank holds this parameter in full."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -41,7 +41,7 @@ from titanlite.receipt import Entry, Skipped
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The way in which one module with parameters is split over tensor-parallel ranks."""
+    """Describes how one module with parameters is split over tensor-parallel ranks."""
 
     placements: Mapping[str, Placement]  # of its parameters, by their names in the module
     gathers: bool = False  # gathers tokens before it computes; backward reduces and scatters their gradient
@@ -113,7 +113,7 @@ class SequenceParallelLayerNorm(LayerNorm):
 
 
 class SequenceParallelEmbedding(Embedding):
-    """An `Embedding` that every rank holds in full, to look up its own tokens, as one for positions."""
+    """An `Embedding`, such as of positions, that every rank holds in full and in which it looks up its own tokens."""
 
     group: Group
 
