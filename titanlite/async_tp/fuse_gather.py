@@ -1,7 +1,7 @@
 """Replace an all-gather and the matmuls that read it by one `all_gather_matmul`.
 
 All products of an operator have the same form, shard and scale (`gathered_values.py`). If the matmuls need different
-ones, the largest group of matmuls with equal ones is fused. The others read the gathered tensor of the operator.
+ones, the largest group of matmuls with equal ones is fused. Other matmuls read the operator's gathered tensor.
 """
 
 import math

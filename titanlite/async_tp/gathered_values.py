@@ -3,7 +3,7 @@
 The operand is a matrix of the gathered tensor's elements, and one of its modes (`layout_modes.py`) runs over the ranks.
 The form depends on the dim of this mode: kept or contracted, of the left or the right operand. Other modes may precede
 this mode in its dim, such as a batch if the sequence is split. In a kept dim they become a separate dim. A sum over a
-contracted dim may run in any order, so there the other operand is reordered instead.
+contracted dim may run in any order, so in this case the other operand is reordered instead.
 """
 
 import math

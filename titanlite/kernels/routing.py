@@ -1,4 +1,4 @@
-"""Routing of a mixture of experts: which experts a token goes to, with what weights, and where its rows lie.
+"""Routing of a mixture of experts: the experts of each token, their weights, and the order of the rows.
 
 A row is one token at one of its experts; rows are sorted by expert, so that a grouped matmul finds each expert's rows
 together. Sizes do not depend on values: there are M·K rows whatever the router chooses, so the host waits for nothing

@@ -52,7 +52,7 @@ def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
 
 
 def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
-    """Return the bytes stored to peers: each slot's row and, in backward, its weight's gradient. None: by NCCL."""
+    """Return the bytes stored to peers: slots' rows and, in backward, gradients of weights. None if NCCL sends them."""
     of = named_group(others[-1])
     if not device.is_gpu or no_token_exchange(of.name, device):
         return None

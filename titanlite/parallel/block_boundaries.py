@@ -117,8 +117,8 @@ class BoundaryComparison:
 def watch(block: nn.Module, name: str, boundaries: BoundaryRecord | BoundaryComparison) -> None:
     """Replace a block's `forward` by one that passes tensors among its arguments and results to `boundaries.meet`.
 
-    Only the first call with given shapes is compared. If its result has the shape of the tokens, later calls with these
-    shapes return their tokens without computing the block.
+    Once a call has returned a result of the shape of its tokens, later calls with the same shapes return their tokens
+    without computing the block, which has been compared.
     """
     forward: Callable[..., Any] = block.forward
     passing: set[object] = set()

@@ -98,7 +98,7 @@ def local_slice(full: Tensor, parameter: Tensor, place: Sequence[int] | None = N
         return full
     mesh = parameter.device_mesh
     coordinate = place or mesh.get_coordinate() or []
-    # FSDP splits what tensor parallelism left: the innermost axis comes first.
+    # FSDP splits the parts that tensor parallelism makes, so the innermost axis comes first.
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(parameter.placements[axis], "dim", None)
         if dim is not None:

@@ -9,8 +9,8 @@ Three axes, also with a degree of one, so that there is one code path for every 
 Ranks that share a sequence's tokens (context parallelism) are neighbours in `dp_shard`. Except for attention and data
 loading they are data-parallel ranks.
 
-Weights of experts have another mesh of the same processes if expert-parallel or tensor-parallel ranks share them. There
-tensor-parallel ranks, which have different tokens, are separate ranks:
+Weights of experts have another mesh of the same processes if expert-parallel or tensor-parallel ranks share them. In
+that mesh tensor-parallel ranks, which have different tokens, are separate ranks:
 
     dp_replicate, dp_shard · tp / ep, ep
 """

@@ -113,7 +113,7 @@ class SequenceParallelLayerNorm(LayerNorm):
 
 
 class SequenceParallelEmbedding(Embedding):
-    """An `Embedding`, such as of positions, that every rank holds in full and in which it looks up its own tokens."""
+    """An `Embedding`, such as for positions, that every rank holds in full and in which it looks up its own tokens."""
 
     group: Group
 
