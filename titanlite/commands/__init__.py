@@ -60,7 +60,10 @@ def _run_command(name: str, *rest: str) -> int:
             _print_completion(*[shell] * bool(has_value), *rest)
             return 0
         if name == "--version" and not rest:
-            sys.stdout.write(f"titanlite {titanlite.__version__}, torch {metadata.version('torch')}\n")
+            torch = "is not installed"
+            with suppress(metadata.PackageNotFoundError):  # raised also for a build that is not a package
+                torch = metadata.version("torch")
+            sys.stdout.write(f"titanlite {titanlite.__version__}, torch {torch}\n")
             return 0
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)

@@ -74,8 +74,9 @@ def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
         )
     if planned.sharding is None:
         want = "more than 1, where it is possible: nothing is split over tensor-parallel ranks"
-        fix = "leave --why out: FSDP splits each weight by rows over the ranks"
-        raise ConfigError.of(file, "parallelism.tensor_parallel_degree", "1", want, fix)
+        key = "parallelism.tensor_parallel_degree"
+        fix = f"--{key} 2, or leave --why out: FSDP splits each weight by rows over the ranks"
+        raise ConfigError.of(file, key, "1", want, fix)
     return why(planned.sharding, tensor)
 
 

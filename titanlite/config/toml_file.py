@@ -4,6 +4,7 @@
 anything else is replaced whole. A config names the files by path, a recipe by name.
 """
 
+import copy
 import errno
 import os
 import stat
@@ -44,10 +45,15 @@ def read_merged(
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
 
+    known = dict[str, tuple[Table, dict[str, Place]]]()  # by real path; several files may extend one
+
     def read_chain(path: Path, above: dict[str, Path]) -> tuple[Table, dict[str, Place]]:
         """Read a file and the files it extends. `above`: the files that extend it, by their real paths."""
+        real = os.path.realpath(path)
+        if real in known:
+            return known[real]
         own, lines = _read_one(path)
-        chain, line = {**above, os.path.realpath(path): path}, lines.pop("extends", None)
+        chain, line = {**above, real: path}, lines.pop("extends", None)
         extends: object = own.pop("extends", [])
 
         def refuse(saw: str, want: str, fix: str) -> ConfigError:
@@ -58,7 +64,7 @@ def read_merged(
         def merge(over: Table, over_places: dict[str, Place]) -> None:
             before = table.get(added_first)
             there = {*cast("Table", before)} if isinstance(before, dict) else set[str]()
-            _merge_table(table, places, over)
+            _merge_table(table, places, copy.deepcopy(over))  # merging changes nested tables in place
             places.update(over_places)
             if there and isinstance(after := table[added_first], dict):
                 items = sorted(cast("Table", after).items(), key=lambda each: each[0] in there)  # new keys first
@@ -83,6 +89,7 @@ def read_merged(
                 raise refuse(show(name), want, "list files beside each other: a later one wins")
             merge(*read_chain(base, chain))
         merge(own, {key: Place(str(path), at) for key, at in lines.items()})
+        known[real] = table, places
         return table, places
 
     return read_chain(path, {})

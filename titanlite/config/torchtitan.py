@@ -165,6 +165,28 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "validation.dataloader": (None, _LOADER),
 }
 
+DEFAULTS: dict[str, Any] = {
+    "training.gc_debug": False,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
+    "quantize.grouped_mm.float8.fqns": [],
+    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
+    "quantize.grouped_mm.mx.fqns": [],
+    "comm.save_traces_folder": "comm_traces",
+    "comm.save_traces_file_prefix": "rank_",
+    "memory_estimation.disable_fake_mode": False,
+    "fault_tolerance.process_group": "gloo",
+    "fault_tolerance.process_group_timeout_ms": 10_000,
+    "fault_tolerance.replica_id": 0,
+    "fault_tolerance.group_size": 0,
+    "fault_tolerance.min_replica_size": 1,
+}
+"""torchtitan's defaults of keys of which `KEYS` lists only a prefix."""
+
 SWITCHES = {
     "profiling.enable_profiling": ("profiling.save_traces_", "profiling.profile_", "profiling.profiler_"),
     "profiling.enable_memory_snapshot": ("profiling.save_memory_",),
@@ -183,7 +205,7 @@ SWITCHES = {
 """Switch → prefixes of the keys that have no effect while the switch has its default."""
 
 IDLE = (
-    *("job.description", "optimizer.implementation", "training.gc_", "training.dataloader."),
+    *("job.description", "optimizer.implementation", "training.gc_freq", "training.dataloader."),
     *("validation.dataloader.", "profiling.profiler_warmup", "checkpoint.enable_ft_dataloader_checkpoints"),
     *("activation_checkpoint.early_stop", "activation_checkpoint.preserve_rng_state", "quantize.linear.mx.mxfp8_"),
     *("activation_checkpoint.determinism_check", "checkpoint.last_save_model_only"),

@@ -16,6 +16,7 @@ from titanlite.config.schema import Config, schema_keys
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
     DATASETS,
+    DEFAULTS,
     IDLE,
     KEYS,
     MASKS,
@@ -201,7 +202,7 @@ def stands_for(key: str) -> set[str]:
 
 
 def default_there(key: str) -> Any:
-    """Return torchtitan's default of a key; None if it has none, or if `KEYS` lists only a prefix of the key."""
+    """Return torchtitan's default of a key; None if it has none."""
     if key in KEYS:
         return KEYS[key][0]
-    return attrgetter(key)(Config()) if key in schema_keys() else None
+    return attrgetter(key)(Config()) if key in schema_keys() else DEFAULTS.get(key)

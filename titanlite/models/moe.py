@@ -45,7 +45,7 @@ class MixtralBlock(nn.Module):
         super().__init__()
         residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as in `llama3.Block`
         self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.attention = type(self).attention_of(dims, residual_std)
+        self.attention = self.attention_of(dims, residual_std)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
 

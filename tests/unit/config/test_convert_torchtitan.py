@@ -142,12 +142,31 @@ def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
     assert "\n# seq_len = 64: validation uses training.seq_len\n" in made
 
 
-def test_a_key_at_its_default_there_asks_for_nothing(convert) -> None:
-    default, other = 'context_parallel_load_balancer = "headtail"', 'context_parallel_rotate_method = "alltoall"'
-    _, made, said = convert(f"[parallelism]\ncontext_parallel_degree = 2\n{default}\n{other}\n{OWN}")
+@pytest.mark.parametrize(
+    ("switch", "default", "other"),
+    [
+        ("fault_tolerance.enable = true", "group_size = 0", "replica_id = 1"),
+        ("memory_estimation.enable = true", "disable_fake_mode = false", "folder = 1"),
+        ("training.steps = 10", "gc_freq = 7", "gc_debug = true"),
+        (
+            "parallelism.context_parallel_degree = 2",
+            'context_parallel_load_balancer = "headtail"',
+            'context_parallel_rotate_method = "alltoall"',
+        ),
+    ],
+)
+def test_a_key_at_its_default_there_asks_for_nothing(convert, switch: str, default: str, other: str) -> None:
+    section = switch.partition(".")[0]
+    _, made, said = convert(f"{switch}\n{section}.{default}\n{section}.{other}\n{OWN}")
     assert default not in made + said
     assert other in made
     assert other in said
+
+
+def test_where_traces_go_by_default_asks_for_nothing(convert) -> None:
+    _, made, said = convert(f'{OWN}save_traces_folder = "comm_traces"\nsave_traces_file_prefix = "mine"\n')
+    assert "save_traces_folder" not in made + said
+    assert 'save_traces_file_prefix = "mine"' in said
 
 
 @pytest.mark.parametrize(
