@@ -1,8 +1,8 @@
 """Apply a save-list: which activations of a block are kept for backward, and which are recomputed.
 
-A save-list (`recipes/activation_checkpoint/*.toml`) is a list of rules over operations; the first that matches decides,
-in eager mode and under `torch.compile` alike (`rules.py`). Matches are counted: a rule without any is reported, and
-without `optional` it is an error.
+A save-list (`recipes/activation_checkpoint/*.toml`) is a list of rules over operations. The first rule that matches
+decides, in eager mode and under `torch.compile` alike (`rules.py`). Matches are counted: a rule without matches is
+reported, and is an error unless it is `optional`.
 """
 
 import inspect
@@ -28,31 +28,31 @@ from titanlite.models.experts import product_names
 from titanlite.models.layers import CausalAttention
 from titanlite.parallel.calls import draws
 
-_MOVES = ("aten._to_copy.default", "aten.copy.default")  # elementwise, without torch's tag
+_MOVES = ("aten._to_copy.default", "aten.copy.default")  # elementwise, though torch does not tag them so
 
 
 @dataclass
 class KindUse:
-    """The use of a save-list in blocks with the same class, layers, rules and attention windows."""
+    """Counts of a save-list's matches in blocks with the same class, layers, rules and attention windows."""
 
     rules: frozenset[int]  # numbers of the rules for these blocks
     blocks: int = 0
-    passes: int = 0  # forward passes of all of them, or traces
+    passes: int = 0  # forward passes, or compiler traces, of single blocks
     matches: Counter[int] = field(default_factory=Counter)  # of each rule in these passes
 
     def in_a_pass(self, i: int) -> float:
-        """Return how often a rule matches in one pass of all these blocks."""
+        """Return how often rule number `i` matches in one forward pass of all these blocks."""
         return self.blocks * self.matches[i] / max(self.passes, 1)
 
 
 @dataclass
 class SaveListUse:
-    """The use of a save-list so far, counted in passes, or as blocks were compiled."""
+    """Counts of a save-list's matches so far, from forward passes or from the compilation of blocks."""
 
     rules: tuple[SaveRule, ...]
     kinds: list["KindUse"] = field(default_factory=list)
     checkpointed: list[int] = field(default_factory=list)  # numbers of the blocks under checkpointing
-    refused: RecipeError | None = None  # an error in a pass, raised after it
+    refused: RecipeError | None = None  # an error found in a pass, raised after the pass
 
     @property
     def matches(self) -> Counter[int]:
@@ -69,8 +69,8 @@ def apply_activation_checkpoint(
 ) -> SaveListUse:
     """Put each block of a model under checkpointing, in place, except blocks that the list keeps whole.
 
-    Return counts that grow as the model runs. `of_blocks` are numbers of the rules for each block; None: as of
-    `SaveList.active`.
+    Return counts of matches, which grow as the model runs. `of_blocks`: numbers of the rules for each block; None:
+    those of `SaveList.active`.
     """
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def apply_activation_checkpoint(
             kinds[key] = KindUse(rules, passes=1, matches=whole), None
         elif key not in kinds:
             kind = KindUse(rules)
-            # Also if nothing is kept: without contexts torch 2.11 keeps the results of autograd functions.
+            # Needed even if nothing is kept: without contexts torch 2.11 keeps the results of autograd functions.
             contexts = partial(_contexts, save_list, kind, layers, use)
             options = {"use_reentrant": False, "context_fn": contexts}
             kinds[key] = kind, _checkpointed(type(block), options)
@@ -100,13 +100,13 @@ def apply_activation_checkpoint(
 def _checkpointed(block: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
     """Return a subclass of a block's class whose forward runs under checkpointing.
 
-    No wrapper module, so that parameters keep their names; one class for many blocks, so that they share a compiled
-    graph.
+    A wrapper module would change the names of parameters. Many blocks have one such class, so that they share a
+    compiled graph.
     """
 
     class Checkpointed(block):
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            if torch.compiler.is_compiling():  # the compiler refuses changed arguments
+            if torch.compiler.is_compiling():  # the compiler itself refuses a change of arguments
                 return checkpoint(super().forward, *args, **kwargs, **options)  # type: ignore[return-value]
             before = _given(args, kwargs)
             result = checkpoint(super().forward, *args, **kwargs, **options)
@@ -124,22 +124,22 @@ def _checkpointed(block: type[nn.Module], options: dict[str, Any]) -> type[nn.Mo
 
 
 def _given(*arguments: object) -> list[tuple[int, int | None]]:
-    """Return the identities and versions of a block's arguments, which differ once it has changed one."""
+    """Return the identity and version of each argument of a block, to find arguments that the block has changed."""
     return [(id(x), x._version if isinstance(x, Tensor) else None) for x in pytree.tree_leaves(arguments)]
 
 
 def _contexts(save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse):
-    """Make contexts for one forward pass of one block, and its recomputation."""
+    """Return torch's checkpoint contexts for one forward pass of a block, and for its recomputation."""
     return create_selective_checkpoint_contexts(_policy(save_list, kind, matmuls, use))
 
 
 def _policy(
     save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse
 ) -> Callable[..., CheckpointPolicy]:
-    """Return a function that decides about one operation after another, in forward and recomputation alike."""
+    """Return a function that decides for each operation in order, in forward and recomputation, whether it is saved."""
     passes = {is_recompute: BlockRules(save_list, kind.rules, matmuls) for is_recompute in (False, True)}
     began: list[bool] = []
-    drew: dict[str, str] = {}  # an operation that drew random numbers, by action
+    drew: dict[str, str] = {}  # by action, the last operation that drew random numbers
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -166,9 +166,9 @@ def _policy(
 
 
 def check_names(save_list: SaveList, layers: Sequence[str], n_layers: int | None = None) -> None:
-    """Raise RecipeError for rules that name no operation, layer or block, or keep an elementwise operation.
+    """Raise RecipeError for rules whose operation, layer or blocks do not exist, or that keep an elementwise operation.
 
-    `layers` are the dotted names of the linear layers of blocks; without `n_layers` rules for no block pass.
+    `layers` are the dotted names of the linear layers of blocks. Without `n_layers`, block numbers are not checked.
     """
     spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}

@@ -1,18 +1,18 @@
 """The operations of blocks, except elementwise ones, and the classes that rules name."""
 
-ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # the first of those that torch chooses among
+ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # one of several kernels; torch chooses
 PIECE_ATTENTION = "titanlite.attention.default"
 CONTEXT_ATTENTION = "titanlite.context_attention.default"
-CONTEXT_ATTENTION_GRAD = "titanlite.context_attention_grad.default"  # of backward
+CONTEXT_ATTENTION_GRAD = "titanlite.context_attention_grad.default"  # in backward
 OWN_ATTENTION = (PIECE_ATTENTION, CONTEXT_ATTENTION)
-"""titanlite's attention; the last two arguments are the tokens of a sample, and the window."""
+"""titanlite's attention operators. Their last two arguments are the tokens of a sample, and the attention window."""
 MATMUL = "aten.mm.default"
 SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 GATHER_FROM_RANKS = "titanlite.gather_from_ranks.default"
-TO_OWNERS = ("titanlite.combine_at_owners.default", "titanlite.gradients_at_owners.default")  # the latter of backward
+TO_OWNERS = ("titanlite.combine_at_owners.default", "titanlite.gradients_at_owners.default")  # the second in backward
 GATHER_MATMUL = "titanlite.all_gather_matmul.default"
 MATMUL_SCATTER = "titanlite.matmul_reduce_scatter.default"
 MEAN, AMAX, MAX = "aten.mean.dim", "aten.amax.default", "aten.max.default"
@@ -48,18 +48,18 @@ CLASSES: dict[str, tuple[str, ...]] = {
         *(COUNT_CHOICES, "titanlite.count_routing.default"),
     ),
 }
-"""The operations of each class. Statistics are mean squares of norms and maxima for float8 scales, also over ranks; a
-cast is one to float8; dispatch sends tokens to experts and results back, also among ranks. Operations that are not
-listed are recomputed unless a rule names them."""
+"""The operations of each class. "statistics" are mean squares of norms, and maxima for float8 scales, also over ranks.
+"cast" is a cast to float8. "dispatch" sends tokens to experts and results back, also among ranks. Operations that are
+not listed are recomputed unless a rule names them."""
 
 ALWAYS_KEPT = "route"
-"""The class that is always kept: tokens are routed, and counted, once."""
+"""The class whose results are always kept, so that tokens are routed and counted only once."""
 
 WIDER = {"experts": "matmul"}
-"""Classes that a rule for a wider class includes: the first rule that names either decides."""
+"""Class → a wider class whose rules include it. The first rule that names one of the two decides."""
 
 EXCHANGES = (GATHER_FROM_RANKS, *TO_OWNERS)
-"""Collectives of expert parallelism: tokens to experts, rows to the owners of tokens."""
+"""Collectives of expert parallelism: they send tokens to experts, and rows back to the owners of tokens."""
 
 MAKE_ROWS = (
     *(GROUPED_MATMUL, SCALED_GROUPED_MATMUL, GATHER_ROWS, EXPERT_GATE_CAST),
@@ -68,14 +68,15 @@ MAKE_ROWS = (
 """Operations whose results are rows of experts."""
 
 GRADIENTS_OF_EXPERTS = ("titanlite.grouped_weight_gradient.default", "titanlite.scaled_grouped_gradient.default")
-"""Products of backward, for which there are no rules: of rows, [R, N] and [R, K], and of transposed operands."""
+"""Operations of backward that compute the weight gradients of experts; rules do not apply to them. The operands of the
+first are rows, [R, N] and [R, K]; those of the second are transposed."""
 
 FUSED = {GATHER_MATMUL: ("communication", "matmul"), MATMUL_SCATTER: ("matmul", "communication")}
-"""Fused operations as two, in the order in which they run. Rules see both. The whole is kept if either is, except that
-a kept gather does not keep the product."""
+"""The two classes of each fused operation, in the order in which they run. Rules for either apply. The result is kept
+if a rule keeps one of the two, except that a kept gather does not keep the product."""
 
 CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
-"""The class of each operation that is in one."""
+"""The class of each operation in `CLASSES`."""
 
 OPERATIONS = (*CLASS_OF, *FUSED)
-"""All known operations."""
+"""All operations that have a class or are fused."""

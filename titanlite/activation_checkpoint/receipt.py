@@ -14,11 +14,10 @@ def save_list_entry(
     """Return the receipt's entry of a save-list, after a step.
 
     Args:
-        use: the counts.
-        save_list: the list.
-        requested: `activation_checkpoint.recipe`.
-        chosen: facts about a list that was chosen; empty if it was named.
-        held: predicted bytes that each rule keeps of a block, on this rank in a micro-step; None: not known.
+        use: counts of the rules' matches in the step.
+        requested: value of `activation_checkpoint.recipe`.
+        chosen: facts about a list that `auto` chose; empty if the config names the list.
+        held: predicted bytes that each rule keeps of a block, on this rank in a micro-step; None: not predicted.
     """
     rules, unmatched = rule_labels(use.rules), use.unmatched()
     applied = {
@@ -33,19 +32,19 @@ def save_list_entry(
         "activation_checkpoint",
         requested,
         applied,
-        count=len(rules) - len(unmatched) if rules else 1,  # `default` alone
+        count=len(rules) - len(unmatched) if rules else 1,  # only `default`
         missed=tuple(Skipped(rules[i], f"matched no operation{_line_of_rule(save_list, i)}") for i in unmatched),
         key="activation_checkpoint.recipe",
     )
 
 
 def rule_labels(rules: Sequence[SaveRule]) -> list[str]:
-    """Return rules in words; repeated ones, which `job.strict` refuses, with their numbers."""
+    """Return each rule in words. A repeated rule, which `job.strict` refuses, also has its number."""
     words = [rule_in_words(rule) + (f", blocks {rule.layers}" if rule.layers != ":" else "") for rule in rules]
     return [f"{rule} (rule {i})" if rule in words[: i - 1] else rule for i, rule in enumerate(words, 1)]
 
 
 def _line_of_rule(save_list: SaveList, rule: int) -> str:
-    """Return the file and the line of a rule in brackets, if it is from a file."""
+    """Return the file and the line of a rule in brackets; "" if the rule is not from a file."""
     place = save_list.origin.of(f"rules[{rule}].op")
     return f" ({place.source}, line {place.line})" if place.line is not None else ""

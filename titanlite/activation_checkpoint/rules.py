@@ -1,11 +1,11 @@
-"""Find the rule of a save-list that decides about an operation: the first that matches. Needs no torch.
+"""Find the rule of a save-list that decides about an operation: the first that matches. This file needs no torch.
 
 The rules are applied to operations that run (`apply.py`), and to a traced block for the cost of each rule
 (`forecast/activation_cost.py`).
 
-An operation belongs to a linear layer by its place: operations before a matmul (a norm's statistics, a gather, a cast)
-to its layer, a reduce-scatter, or results of experts that are sent back, to the last matmul's. So a rule for `wqkv`
-does not depend on the layer's arithmetic.
+An operation's position determines its linear layer. Operations before a matmul (a norm's statistics, a gather, a cast)
+belong to the matmul's layer. A reduce-scatter, and the return of experts' results, belong to the layer of the matmul
+before them. So a rule for `wqkv` does not depend on the layer's dtype.
 """
 
 import json
@@ -27,11 +27,11 @@ Action = Literal["save", "recompute"]
 
 
 class Decision(NamedTuple):
-    """The decision about an operation's result."""
+    """The decision whether an operation's result is saved or recomputed."""
 
     action: Action
-    rules: tuple[int, ...]  # numbers of the rules that matched: none for the default, up to two of a fused operation
-    by: int | None  # the rule that decided
+    rules: tuple[int, ...]  # numbers of the rules that matched: up to two for a fused operation, none for the default
+    by: int | None  # number of the rule that decided; None: the default did
     layer: str  # the linear layer that the operation belongs to, "" for attention
 
 
@@ -49,18 +49,18 @@ class BlockRules:
         self._matmuls = 0
         self._matched: Counter[int] = Counter()
         self._operands: Counter[str | None] = Counter()  # casts and their maxima since the last matmul, by class
-        self._recomputed: list[str] = []  # layers since the last attention
+        self._recomputed: list[str] = []  # layers with a recomputed matmul since the last attention
 
     def decide(self, op: str, is_view: bool = False, to_float8: bool = False) -> Decision:
-        """Decide about the next operation.
+        """Decide whether the result of the next operation is saved.
 
         Args:
-            op: as torch spells it, "aten.mm.default".
-            is_view: whether it moves no data.
+            op: name as torch spells it, "aten.mm.default".
+            is_view: whether its result is a view.
             to_float8: whether its result is float8.
 
         Raises:
-            RecipeError: attention is kept, or would be with another kernel, but not a matmul of its q, k and v.
+            RecipeError: attention is kept, with any kernel, but not all matmuls that make its q, k and v.
         """
         if CLASS_OF.get(op) == ALWAYS_KEPT:
             named = self._first(op, ALWAYS_KEPT, "")
@@ -69,7 +69,7 @@ class BlockRules:
         classes = FUSED.get(op) or (self._class(op, to_float8),)
         layer = self._layer(self._matmuls - (op in ENDS)) if classes[0] not in (None, "attention") else ""
         found = [self._first(op, name, layer) for name in reversed(classes)]  # the result's class first
-        if classes == (None,) and op in CLASS_OF:  # made of a weight, which rules never keep
+        if classes == (None,) and op in CLASS_OF:  # made from a weight: rules never keep it
             found = [i for i in found if i is None or self._save_list.rules[i].action == "recompute"] or [None]
         says = [(rule, default if rule is None else self._action(rule)) for rule in found]
         decisive = says[:1] if op == ops.GATHER_MATMUL else says
@@ -86,7 +86,7 @@ class BlockRules:
         return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None), layer)
 
     def _class(self, op: str, to_float8: bool) -> str | None:
-        """Return the class of an operation, or None: a layer's first cast is its input's, the next its weight's."""
+        """Return the class of an operation, or None: also for a layer's second cast, which is of its weight."""
         if op == ops.CAST and not to_float8:
             return None
         name = CLASS_OF.get(op)
@@ -102,7 +102,7 @@ class BlockRules:
         return self._layers[matmul % len(self._layers)]
 
     def _first(self, op: str, name: str | None, layer: str) -> int | None:
-        """Return the first rule that matches an operation, or None."""
+        """Return the number of the first rule that matches an operation, or None."""
         for i, rule in enumerate(self._save_list.rules):
             is_for = i in self._active and rule.op in (op, name, WIDER.get(name or ""))
             if is_for and (not rule.module or is_named(layer, rule.module)):
@@ -110,25 +110,25 @@ class BlockRules:
         return None
 
     def _action(self, i: int) -> Action:
-        """Return a rule's action for the next operation that it matches."""
+        """Count a match of rule `i`, and return the rule's action for this match."""
         self._matched[i] += 1
         return self._says(i)
 
     def _says(self, i: int) -> Action:
-        """Return a rule's action for the operation that it matched last, or will match first."""
+        """Return the action of rule `i` for its latest match, or for its first match if it has none yet."""
         rule = self._save_list.rules[i]
         if max(self._matched[i] - 1, 0) % rule.every == 0:
             return rule.action
         return "recompute" if rule.action == "save" else "save"
 
     def _keep_attention(self) -> list[int | None]:
-        """Return rules, None for the default, that keep attention with any kernel: torch chooses on a device."""
+        """Return the rules (None: the default) that keep attention with some kernel, as torch chooses on the device."""
         found = dict.fromkeys(self._first(op, "attention", "") for op in CLASSES["attention"])
         says = {i: self._save_list.default if i is None else self._says(i) for i in found}
         return [i for i in found if says[i] == "save"]
 
     def _other_bits(self, rule: int | None, recomputed: list[str]) -> RecipeError:
-        """Return the error for softmax statistics of other q, k and v than backward recomputes."""
+        """Return the error for kept attention whose q, k and v are recomputed: with other bits its softmax is wrong."""
         listed = self._save_list
         where, saw = ("default", "save") if rule is None else (f"rules[{rule}].op", listed.rules[rule].op)
         names = [layer.rpartition(".")[2] for layer in recomputed]
@@ -149,7 +149,7 @@ def rule_in_words(rule: SaveRule) -> str:
 
 
 def kernels(save_list: SaveList) -> list[str]:
-    """Return the attention kernels for whole samples that a list names, or one of them."""
+    """Return the attention kernels for whole samples that a list names; if it names none, `ATTENTION`."""
     named = {rule.op for rule in save_list.rules}
     return [op for op in CLASSES["attention"] if op in named and op != ops.CONTEXT_ATTENTION] or [ops.ATTENTION]
 
@@ -167,8 +167,8 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
 
 
 def add_mistakes(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
-    """Add a problem for each module that is no linear layer of a block, by its dotted name, and each rule that would
-    route tokens again."""
+    """Add a problem for each module of a rule that matches none of `layers`, the names of blocks' linear layers, and for
+    each rule that would route tokens again."""
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     named = [(i, module) for i, rule in enumerate(save_list.rules) if not rule.optional for module in rule.module]
     for i, module in named:
