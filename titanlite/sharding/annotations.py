@@ -3,7 +3,7 @@
     "layers.*.attention.wqkv.weight": "tp:0"     a parameter or buffer, by name
     "@tok_embeddings": "tp:0"                    what a module returns
     "tokens": "tp:0"                             an input of the model
-    "*.router.weight": "replicate"               whole on all ranks; on purpose
+    "*.router.weight": "replicate"               whole on all ranks, on purpose
 
 Patterns are those of fnmatch.
 """
@@ -25,15 +25,15 @@ from titanlite.sharding.plan import REPLICATE
 
 
 class Pinned(NamedTuple):
-    """The annotation of a tensor."""
+    """The placement of an annotated tensor."""
 
     placement: Placement
-    text: str  # as it was written
-    is_activation: bool  # of a module's result or an input; else of a parameter or buffer
+    text: str  # the annotation as it was written
+    is_activation: bool  # whether it is a module's result or an input, not a parameter or buffer
 
 
 def pin(graph: Graph, annotations: Mapping[str, str], ranks: int) -> dict[Node, Pinned]:
-    """Return the annotated tensors.
+    """Find the tensors that annotations match; return their placements.
 
     Raises:
         ShardingError: an annotation is malformed, names nothing or contradicts another, or a dim is not divisible; all
@@ -73,7 +73,7 @@ def pin(graph: Graph, annotations: Mapping[str, str], ranks: int) -> dict[Node, 
 def _placement_of(
     name: str, pattern: str, text: str, shape: tuple[int, ...], ranks: int
 ) -> Placement | tuple[str, str]:
-    """Read one annotation for one tensor; return what is wanted and a fix if it is impossible."""
+    """Return the placement that an annotation gives a tensor; if it is impossible, (what is wanted, fix) in words."""
     if text == "replicate":
         return REPLICATE
     if not shape:
@@ -91,7 +91,7 @@ def _placement_of(
 
 
 def annotations_of(model: nn.Module) -> Mapping[str, str]:
-    """Return the annotations of a model, its attribute `sharding`; raise ShardingError without one."""
+    """Return the annotations of a model, its attribute `sharding`; raise ShardingError if it has no such attribute."""
     annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
     if annotations is None:
         want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"

@@ -1,8 +1,8 @@
-"""Refuse a plan that does what no annotation asks for.
+"""Refuse a plan with collectives or whole weights that no annotation asks for.
 
-Three things would make a plan slow or large in silence, and are errors: a collective that neither reduces a partial sum
-nor gathers before a sharded matmul; a matmul weight that is whole on every rank without an annotation; a partial sum
-that is all-reduced without an annotation of its consumers.
+Three things would silently make a plan slow or large, and are errors. First, a collective that neither reduces a
+partial sum nor gathers before a sharded matmul. Second, a matmul weight that is whole on every rank without an
+annotation. Third, a partial sum that is all-reduced without an annotation of its consumers.
 """
 
 import math
@@ -22,13 +22,13 @@ from titanlite.sharding.sent_bytes import sent_bytes
 
 
 def refuse_unasked(graph: Graph, plan: Plan, sizes: Mapping[str, int]) -> None:
-    """Raise ShardingError, with every problem, if a plan does what no annotation asks for.
+    """Raise ShardingError, with every problem, if a plan has collectives or whole weights that no annotation asks for.
 
     `sizes` are the model's dimensions by name, for messages.
     """
     nodes = {name: node for node, name in graph.names.items()}
     unasked = [move for move in plan.moves if move.forward and not _is_asked(move, nodes, plan)]
-    # A shard that a reshape breaks leaves what follows undecided, and may be the cause of all other problems.
+    # A shard that a reshape breaks leaves later tensors undecided, and may be the cause of all other problems.
     broken = [move for move in unasked if move.consumers and nodes[move.consumers[0]].target in RESHAPES]
     problems = [_unasked(nodes, plan, move, sizes) for move in _one_of_each(broken or unasked, plan)]
     if not problems:
@@ -55,7 +55,7 @@ def _is_asked(move: Move, nodes: Mapping[str, Node], plan: Plan) -> bool:
 
 
 def _one_of_each(moves: list[Move], plan: Plan) -> list[Move]:
-    """Keep the first of moves that differ only in the number of their layer."""
+    """Keep the first of several moves that differ only in their layer's number."""
     found: dict[object, Move] = {}
     for move in moves:
         at = plan.tensors[move.consumers[0] if move.consumers else move.tensor].module
@@ -106,7 +106,7 @@ def _shortened(chain: list[str]) -> list[str]:
 
 
 def _divisible(before: tuple[int, ...], after: tuple[int, ...], dim: int, ranks: int, sizes: Mapping[str, int]) -> str:
-    """Name the degree that a reshape allows, with the model's dimensions."""
+    """Return a fix: the tensor-parallel degree with which a reshape keeps the shard; "" if no degree does."""
     outer = moved_shards(before, after, 1)
     if dim not in outer:
         return ""
@@ -117,7 +117,7 @@ def _divisible(before: tuple[int, ...], after: tuple[int, ...], dim: int, ranks:
 
 
 def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
-    """Find matrices that are whole on every rank, and not annotated."""
+    """Return a problem for each weight of a matmul that is whole on every rank without an annotation."""
     problems: dict[str, Problem] = {}
     for parameter, name in graph.names.items():
         if parameter not in graph.parameters:
@@ -134,7 +134,7 @@ def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
 
 
 def _matmuls(parameter: Node) -> list[Node]:
-    """Return the matmuls and look-ups whose matrix is a parameter, through casts and views."""
+    """Return the matmuls and embedding look-ups whose matrix is this parameter, possibly cast or viewed."""
     found: list[Node] = []
     left = [parameter]
     while left:
@@ -149,7 +149,7 @@ def _matmuls(parameter: Node) -> list[Node]:
 
 
 def _undecided_sums(graph: Graph, plan: Plan) -> list[Problem]:
-    """Find partial sums that are made whole although no annotation places their consumers."""
+    """Return a problem for each partial sum that is all-reduced although no annotation places its consumers."""
     problems: dict[str, Problem] = {}
     for node in graph.operators:
         placed, computed = plan.tensors[graph.names[node]], plan.steps[graph.names[node]].output.source

@@ -1,12 +1,12 @@
 """Derive a sharding plan: placements, the rule of each operator, and the collectives between them.
 
-An operator takes the rule that moves the fewest bytes of its inputs and output; a sharded parameter is never moved. A
-tensor that has to be moved has one `Move` for all consumers that need the same.
+An operator takes the rule that moves the fewest bytes of its inputs and output. A sharded parameter is never moved. A
+tensor that has to be moved has one `Move` for all consumers that need the same placement.
 
-The gradient of a tensor is placed as the tensor is, with one exception: an operator that computes parts from a whole
-input gives it a partial gradient. It is summed where the tensor enters such operators, once for all of them (the f of
-Megatron-LM, Shoeybi et al. 2019, section 3); for tensors computed from weights alone, at the weight, so that all such
-gradients are summed together, once a step.
+The gradient of a tensor has the tensor's placement, with one exception: an operator that computes a part of its result
+from a whole input gives this input a partial gradient. Partial gradients are summed once, where the tensor enters such
+operators (the f of Megatron-LM, Shoeybi et al. 2019, section 3). For tensors computed from weights alone they are
+summed at the weight, so that one sum a step is enough.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from titanlite.sharding.plan import Kind, Move, PlacedTensor, PlacementOrigin, P
 from titanlite.sharding.propagate import Propagation
 from titanlite.sharding.sent_bytes import sent_bytes
 
-_LATENCY = 2_000_000  # of a collective, in bytes: 10 µs at 200 GB/s; without it two cheap moves would beat one
+_LATENCY = 2_000_000  # of a collective, in bytes (10 µs at 200 GB/s); without it two moves could cost less than one
 
 
 def plan_model(
@@ -56,10 +56,10 @@ def plan_model(
 
 
 def derive(graph: Graph, ranks: int, annotations: Mapping[str, str]) -> Plan:
-    """Derive the plan of a graph, whatever it needs.
+    """Derive the plan of a graph, without the checks of `refuse_unasked`.
 
     Raises:
-        ShardingError: an annotation is impossible, or nothing is known of an operator.
+        ShardingError: an annotation is impossible, or an operator has no sharding rule.
     """
     known = Propagation(graph, pin(graph, annotations, ranks), ranks)
     known.run()
@@ -83,12 +83,12 @@ def derive(graph: Graph, ranks: int, annotations: Mapping[str, str]) -> Plan:
 
 
 def _choose(node: Node, known: Propagation) -> Rule:
-    """Choose the rule of an operator that costs least, the first of equal ones."""
+    """Return the rule of an operator that costs least, or the first of several that do."""
     sources, final = tensor_inputs(node), known.placement(node)
     possible = known.rules[node]
     if isinstance(node.meta["val"], tuple | list):
         possible = [rule for rule in possible if rule.output == final]
-    if is_item(node):  # pieces are moved one by one
+    if is_item(node):  # a list is not moved, but its pieces
         possible = [rule for rule in possible if rule.inputs[0] == known.placement(sources[0])]
     return min(possible, key=lambda rule: _cost_of_rule(node, sources, rule, known))
 
@@ -96,7 +96,7 @@ def _choose(node: Node, known: Propagation) -> Rule:
 def _cost_of_rule(node: Node, sources: list[Node], rule: Rule, known: Propagation) -> tuple[float, int]:
     """Return (bytes sent, number of moves) of a rule.
 
-    Sums of partial gradients do not count: for large weights they would make ranks repeat each other's work.
+    All-reduces of partial gradients do not count: with them, rules that repeat work on all ranks would cost least.
     """
     bytes_moved, n_moves, partial = 0.0, 0, _makes_partial_gradients(rule)
     needs = [(s, known.placement(s), p, partial) for s, p in zip(sources, rule.inputs, strict=True)]
@@ -123,7 +123,7 @@ def _move_of(
 
 
 def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tuple[Kind | None, Kind | None]:
-    """Return the collectives of a move, forward and backward."""
+    """Return the collectives of a move in forward and in backward; None for no collective."""
     if source == target:
         return None, "all_reduce" if partial_gradient else None
     if isinstance(source, Partial):
@@ -138,14 +138,14 @@ def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tupl
 def _moves(
     known: Propagation, rules: Mapping[Node, Rule]
 ) -> tuple[dict[tuple[Node, int], Move], dict[Node, list[Move]], dict[str, Move]]:
-    """Make the moves, last operator first, so that the gradients that come back are known.
+    """Make the moves of all tensors, last operator first, as a move depends on the gradients from its consumers.
 
     Returns:
-        The move of each operator's inputs, by position; each tensor's moves to operators; and by name those of
+        The move of each input by (operator, position); each tensor's moves to its consumers; and by name the moves of
         parameters and inputs whose gradient is a partial sum.
     """
     graph = known.graph
-    given: dict[Node, list[tuple[Node, int, bool]]] = defaultdict(list)  # with whether the gradient is a partial sum
+    given: dict[Node, list[tuple[Node, int, bool]]] = defaultdict(list)  # (user, position, is gradient partial)
     arriving: dict[tuple[Node, int], Move] = {}
     leaving: dict[Node, list[Move]] = {}
     gradients: dict[str, Move] = {}
@@ -153,7 +153,7 @@ def _moves(
     of_weights = graph.made_of(node for node in held if node not in graph.inputs) & graph.trained
     for node in [*reversed(graph.operators), *held]:
         placed = known.placement(node)
-        # A tensor that is computed from weights alone hands a partial gradient on, if all its gradients are.
+        # A tensor computed from weights alone passes a partial gradient on to them if all its gradients are partial.
         all_partial = all(p and rules[user].inputs[i] == placed for user, i, p in given[node])
         hands_on = node in of_weights and bool(given[node]) and all_partial
         alike: dict[tuple[Placement, bool], list[tuple[Node, int]]] = defaultdict(list)
@@ -177,5 +177,5 @@ def _moves(
 
 
 def _makes_partial_gradients(rule: Rule) -> bool:
-    """Return whether a whole input gets a partial gradient: the operator has another tensor that is not whole."""
+    """Return whether a rule gives whole inputs a partial gradient: another input, or the output, is not whole."""
     return any(not p.is_replicate() for p in (*rule.inputs, rule.output))

@@ -1,10 +1,10 @@
-"""DTensor's sharding rules of one operator over the ranks of one mesh axis.
+"""Find DTensor's sharding rules of one operator over the ranks of one mesh axis.
 
-DTensor's sharding propagator is asked about every combination of whole and sharded inputs, without a process group;
-combinations that it would run without moving an input are rules. Inputs are never partial: a plan resolves partial sums
-where they arise.
+DTensor's sharding propagator gets every combination of whole and sharded inputs, without a process group. Combinations
+that it would run without moving an input are rules. Inputs are never partial: a plan resolves partial sums where they
+arise.
 
-The propagator is private, and used by no other file. `self_test` compares with known answers:
+The propagator is private; only this file uses it. `self_test` compares its rules with known ones. The private names:
 
     DTensor._op_dispatcher.sharding_propagator      .propagate_op_sharding_non_cached(OpSchema) → OutputSharding
     …op_strategy_funcs, op_single_dim_strategy_funcs   whether DTensor has a rule at all
@@ -36,7 +36,7 @@ Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[Rule]:
     """Return the rules with a sharded input by which DTensor runs an operator on `size` ranks without communication.
 
-    Tensors among its arguments are on the meta device.
+    Tensors among `args` and `kwargs`, the operator's arguments, are on the meta device.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
@@ -73,7 +73,7 @@ def knows(op: torch._ops.OpOverload) -> bool:
 
 
 def self_test() -> list[str]:
-    """Return the differences between the installed torch's rules and known ones, in words."""
+    """Return the differences between the installed torch's rules and known ones, in words; empty if none."""
     x, y = (torch.empty(8, 4, device="meta") for _ in range(2))
     whole = Replicate()
     known: list[tuple[torch._ops.OpOverload, tuple[Any, ...], set[Rule]]] = [
@@ -81,7 +81,7 @@ def self_test() -> list[str]:
         (aten.cat.default, ([x, y], 1), {((Shard(0), Shard(0)), (Shard(0),))}),
         # A reduced dim gives a partial sum.
         (aten.sum.dim_IntList, (x, [1]), {((Shard(0),), (Shard(0),)), ((Shard(1),), (Partial("sum"),))}),
-        # A dim that is split into pieces cannot be sharded; several outputs.
+        # An operator with several outputs: the dim that it splits into pieces cannot be sharded.
         (aten.split.Tensor, (x, 2, 1), {((Shard(0),), (Shard(0), Shard(0)))}),
         (aten.mm.default, (x, y.t()), {
             ((Shard(0), whole), (Shard(0),)),
@@ -103,7 +103,7 @@ def _mesh(size: int) -> DeviceMesh:
 
 
 def _choices(tensor: Tensor, size: int) -> list[Placement]:
-    """Return whole, and a shard of each dim that divides."""
+    """Return the placements to try for a tensor: whole, and a shard of each dim that `size` ranks divide."""
     return [Replicate(), *(Shard(d) for d, n in enumerate(tensor.shape) if n > 1 and n % size == 0)]
 
 

@@ -1,6 +1,6 @@
 """Export a model as a graph of operators, on the meta device and not decomposed.
 
-A linear layer with a bias becomes a product and a sum, as a bias is added after partial sums are reduced; tied
+A linear layer with a bias becomes a product and a sum, as a bias is added after partial sums are reduced. Tied
 parameters become one tensor.
 """
 
@@ -39,23 +39,23 @@ _NO_RESULT = {
 class Graph:
     """The operators of a model and its tensors."""
 
-    names: dict[Node, str]  # of tensors, all on the meta device; parameters and buffers have their names in the model
+    names: dict[Node, str]  # of all tensors; parameters and buffers have their names in the model
     parameters: set[Node]
-    inputs: list[Node]  # of the model, in order
+    inputs: list[Node]  # inputs of the model, in order
     operators: list[Node]  # nodes that compute tensors, in order
-    outputs: list[Node]  # that the model returns
-    trained: set[Node]  # that a gradient reaches
+    outputs: list[Node]  # tensors that the model returns
+    trained: set[Node]  # tensors that have a gradient
     aliases: dict[str, Node]  # other names of tied parameters
     calls: dict[str, Node]  # the last node of each module call, by the module's name
 
     def home(self, node: Node) -> str:
-        """Return the innermost module that computes or holds a tensor, or ""."""
+        """Return the name of the innermost module that computes or holds a tensor, "" for the model."""
         if node.op == "placeholder":
             return self.names[node].rpartition(".")[0]
         return (modules_of(node) or [""])[-1]
 
     def made_of(self, sources: Iterable[Node]) -> set[Node]:
-        """Return some tensors, and what is computed from these alone."""
+        """Return `sources`, and all tensors that are computed from these alone."""
         found = {*sources}
         for node in self.operators:
             if all(source in found for source in tensor_inputs(node)):
@@ -64,17 +64,17 @@ class Graph:
 
 
 def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = False) -> Graph:
-    """Export a model.
+    """Export a model as a graph of operators.
 
     Args:
         model: parameters on the meta device, in the dtypes that the step computes in.
-        inputs: on the meta device, with the shapes of a micro-step's whole batch; those that require a gradient get it.
-        stack_traces: record each node's lines in `meta["stack_trace"]`, which takes a third of an export.
+        inputs: on the meta device, with the shapes of a micro-step's whole batch, and `requires_grad` as in training.
+        stack_traces: record each node's source lines in `meta["stack_trace"]`, which takes a third of an export's time.
 
     Raises:
         ShardingError: a user's model raises an exception, or depends on the values of its tensors.
     """
-    said = io.StringIO()  # with an exception torch prints the whole graph
+    said = io.StringIO()  # on an exception torch prints the graph to stderr
     planned = _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said), mixtures_as_operators(model)
     with contextlib.ExitStack() as stack:
         for each in planned:
@@ -118,7 +118,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     for node in operators:
         if not _is_fixed(node):
             if not stack_traces:
-                return export(model, inputs, stack_traces=True)  # to name its line
+                return export(model, inputs, stack_traces=True)  # to name the operator's line
             raise _not_fixed(node, inspect.getfile(type(model)))
         names[node] = node.name
         sources = tensor_inputs(node)
@@ -163,14 +163,14 @@ class Line(NamedTuple):
 
 
 def forward_line(node: Node, file: str) -> Line | None:
-    """Return the innermost line of a file, by its absolute path, that an operator with a stack trace comes from."""
+    """Return the innermost line of `file`, an absolute path, in an operator's stack trace, or None."""
     frames = re.findall(r'File "(.*)", line (\d+), in .*\n +(.*)', node.meta.get("stack_trace") or "")
     return next((Line(int(number), code) for path, number, code in reversed(frames) if path == file), None)
 
 
 @contextlib.contextmanager
 def _torch_config(stack_traces: bool) -> Iterator[None]:
-    """Emit stack traces only if they are read (torch 2.11 always does); silence torch's log of exceptions."""
+    """Make torch record stack traces only if `stack_traces`, which 2.11 always does, and silence its log."""
     config: Any = torch.fx.config
     before, disabled = getattr(config, "do_not_emit_stack_traces", False), logging.root.manager.disable
     config.do_not_emit_stack_traces = not stack_traces
@@ -183,7 +183,7 @@ def _torch_config(stack_traces: bool) -> Iterator[None]:
 
 
 class _Constants(TorchFunctionMode):
-    """Makes tensors of numbers on the CPU and moves them: on the meta device they would have no values."""
+    """Makes tensors of Python numbers on the CPU, then moves them: on the meta device they would have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -197,19 +197,19 @@ class _Constants(TorchFunctionMode):
 
 
 def value(node: Node) -> Tensor:
-    """Return the meta tensor of a node; of one that gives several, the first."""
+    """Return the meta tensor of a node, the first if it has several."""
     val = node.meta["val"]
     return val[0] if isinstance(val, tuple | list) else val
 
 
 def values(node: Node) -> list[Tensor]:
-    """Return the meta tensors of a node."""
+    """Return all meta tensors of a node."""
     val = node.meta["val"]
     return [v for v in val if v is not None] if isinstance(val, tuple | list) else [val]
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """Return the tensors among a node's arguments, in order, as often as they occur."""
+    """Return the tensors among a node's arguments, in order, with repetitions."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
     return found
@@ -221,7 +221,7 @@ def modules_of(node: Node) -> list[str]:
 
 
 def is_item(node: Node) -> bool:
-    """Return whether a node picks one of another's tensors."""
+    """Return whether a node picks one tensor from the list that another node computes."""
     return node.target is operator.getitem
 
 

@@ -1,16 +1,16 @@
 """Derive the plan of each layer from a model's sharding plan: placements of its parameters, and its collectives.
 
 The trainer runs a model's code on local tensors, so a collective can only be at the boundary of a layer that holds a
-parameter (`parallel/tensor.py`). Each move of the plan is assigned to such a layer; one that no layer can make is an
-error, as numbers would be wrong without it.
+parameter (`parallel/tensor.py`). Each move of the plan is assigned to such a layer. A move that no layer can make is an
+error, as results would be wrong without it.
 
-    gathers      a linear layer whose output features are split: its tokens are gathered before
-    scatters     a linear layer whose input features are split, or an embedding whose rows are: its partial sums are
-                 reduced and its tokens scattered after
-    takes_rows   an embedding of whole indices that computes this rank's tokens only
+    gathers      a linear layer whose output features are split: all ranks' tokens are gathered as its input
+    scatters     a linear layer whose input features are split, or an embedding whose rows are split: the partial sums
+                 of its output are reduced, and each rank gets its tokens
+    takes_rows   an embedding that receives the indices of all tokens, and computes this rank's tokens only
 
-Tensors computed from inputs and buffers alone are whole on every rank. Of blocks that are alike two are planned, and
-stand for the others (`representative_blocks.py`).
+Tensors computed from inputs and buffers alone are whole on every rank. Among blocks that are alike, only two are
+planned, and stand for all (`representative_blocks.py`).
 """
 
 import copy
@@ -41,12 +41,12 @@ _TOKENS = Shard(0)
 def planned_layers(
     graph: Graph, annotations: Mapping[str, str], ranks: int, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan a graph from token ids to logits; return also the plans of modules that hold a parameter in use, by name.
+    """Plan a graph from token ids to logits. Return the plan, and by name that of each module with a parameter in use.
 
     `sizes` are the model's dimensions by name, for messages.
 
     Raises:
-        ShardingError: there is no plan, or no layer for a move; all problems of the first such kind are in the message.
+        ShardingError: there is no plan, or no layer can make a move. The message has all problems of the first kind.
     """
     plan = derive(graph, ranks, annotations)
     refuse_unasked(graph, plan, sizes)
@@ -66,11 +66,11 @@ def plan_layers(
         model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
         tokens: M of a micro-step.
         ranks: tensor-parallel ranks.
-        dtype: that the step computes in; None: the parameters'.
+        dtype: in which the step computes; None: the dtype of the parameters.
         sizes: the model's dimensions by name, for messages.
 
     Raises:
-        ShardingError: as `planned_layers`, with changes of annotations that would help.
+        ShardingError: as `planned_layers`; the message also names changes of annotations that would help.
     """
     annotations, (fewer, stand_for) = annotations_of(model), representative_blocks(model)
     graphs: list[Graph] = []
@@ -91,21 +91,21 @@ def plan_layers(
         except ShardingError:
             if not is_own(model):
                 raise
-            found = None  # a user's code may name blocks by their numbers
+            found = None  # a user's code may refer to blocks by number
         if found:
             return found
     return PlannedLayers(*planned(model, suggests=True), [[n] for n in range(len(model.layers))])  # type: ignore[arg-type]
 
 
 def _exported(model: nn.Module, tokens: int, dtype: torch.dtype | None) -> Graph:
-    copied = copy.deepcopy(model)  # the masters must not change, and the model's code may keep tensors
+    copied = copy.deepcopy(model)  # `model` must not change, and its code may store tensors
     for parameter in copied.parameters() if dtype is not None else ():
         parameter.data = parameter.data.to(dtype)
     return export(copied, [torch.empty(tokens, dtype=torch.long, device="meta")])
 
 
 class _Layers:
-    """The layers of one plan while its moves are assigned."""
+    """Assigns the moves of one plan to the model's layers, and collects the moves that no layer can make."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
@@ -119,7 +119,7 @@ class _Layers:
             placements = {**layer.placements, own: plan.tensors[graph.names[node]].placement}
             self.layers[module] = replace(layer, placements=placements)
         given = (node for node in graph.names if node.op == "placeholder" and node not in graph.parameters)
-        self.whole = graph.made_of(given)  # of inputs, buffers and constants alone: on every rank
+        self.whole = graph.made_of(given)  # made of inputs, buffers and constants alone
 
     def found(self) -> dict[str, LayerPlan]:
         for node in self.graph.operators:
@@ -137,7 +137,7 @@ class _Layers:
         return self.layers
 
     def _enter(self, node: Node) -> None:
-        """Assign the moves of an operator's inputs."""
+        """Assign the moves of an operator's inputs to its layer."""
         step = self.plan.steps[self.graph.names[node]]
         for i, (source, move) in enumerate(zip(tensor_inputs(node), step.inputs, strict=True)):
             at = REPLICATE if source in self.whole else move.source
@@ -163,7 +163,7 @@ class _Layers:
                 self._refuse(self._name(source), seen, _MOVES, "annotate another dim, or tensor_parallel_degree = 1")
 
     def _leave(self, node: Node) -> None:
-        """Assign the move of an operator's result."""
+        """Assign the move of an operator's result to its layer."""
         name = self.graph.names[node]
         step = self.plan.steps[name]
         computed, final = step.output.source, step.output.target
@@ -202,7 +202,7 @@ class _Layers:
                 )
 
     def _layer(self, node: Node) -> str | None:
-        """Return the module that runs an operator with its own parameter as the matrix, or None."""
+        """Return the name of the module whose parameter is the matrix of an operator that it runs, or None."""
         home = self.graph.home(node)
         own = {self.graph.aliases.get(f"{home}.{name}") for name in self.layers.get(home, LayerPlan({})).placements}
         for i, source in enumerate(tensor_inputs(node)):

@@ -1,6 +1,6 @@
 """Plan a mixture of experts as one operator: each rank routes and sends its own tokens.
 
-The weights of experts are not part of it: `parallel/expert.py` shares them out.
+The operator does not have the weights of experts, which `parallel/expert.py` distributes over ranks.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from titanlite.models.layers import runs_forward_of
 
 @operator("planned_mixture", None, splits=(Split((0, None), 0),))
 def planned_mixture(x: Tensor, router: Tensor) -> Tensor:
-    """Return a tensor like `x` [M, D], for a graph that is never run; `router` [E, D] is the weight."""
+    """Stand for a mixture in a graph that is never run: return an empty tensor like `x` [M, D]; `router` is [E, D]."""
     return torch.empty_like(x)
 
 
 @contextlib.contextmanager
 def mixtures_as_operators(model: nn.Module) -> Iterator[None]:
-    """Make each mixture of a model one operator within a context, except a user's class that computes otherwise."""
+    """Within the context, run each mixture of experts as one operator, unless a user's class has its own forward."""
     found = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
     layers = [m for m in found if runs_forward_of(m, MixtureOfExperts)]
     for layer in layers:

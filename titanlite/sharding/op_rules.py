@@ -1,11 +1,11 @@
-"""Sharding rules of torch's operators for which DTensor has none, or others for dims of length 1 or uneven parts.
+"""Sharding rules of torch's operators for which DTensor has no rules, or differs for dims of length 1 or uneven parts.
 
-DTensor has none for operators that are not decomposed. By a rule, the operator on each rank's parts of its inputs
-computes a part of its output. The rule that all is whole is in `rules.py`; titanlite's own operators have their rules
-beside their definitions (`kernels/operators.py`).
+DTensor has no rules for operators that are not decomposed. With the placements of a rule, an operator computes this
+rank's part of its output from this rank's parts of its inputs. The rule "everything whole" is in `rules.py`;
+titanlite's own operators have their rules beside their definitions (`kernels/operators.py`).
 
-Random tensors made from nothing are placed by their consumers. Whole ones, and dropout of a whole tensor, need the same
-random numbers on all ranks.
+Random tensors without an input get the placement that their consumers need. If they are whole, or if a whole tensor
+goes through dropout, all ranks need the same random numbers.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Rule(NamedTuple):
-    """One way to run an operator."""
+    """Placements with which an operator runs without communication."""
 
     inputs: tuple[Placement, ...]  # of each tensor among its arguments
     output: Placement  # of all its results
@@ -54,7 +54,7 @@ _ELEMENTWISE = {
     aten.contiguous.default,
     aten.clone.default,
     aten.detach.default,
-    aten.detach_.default,  # these two: of a constant of the model
+    aten.detach_.default,  # this and the next: of a constant in the model
     aten.lift_fresh_copy.default,
     aten.alias.default,
     aten.__and__.Tensor,
@@ -85,9 +85,9 @@ _FACTORIES = {
 def own_rules(
     op: torch._ops.OpOverload, inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], size: int
 ) -> Iterable[Rule] | None:
-    """Return the rules of an operator on `size` ranks except that all is whole; None if there are none here.
+    """Return an operator's rules on `size` ranks, without "everything whole"; None if this file has no rules for it.
 
-    `inputs` are the tensors among its arguments, `out` its result or the first of several.
+    `inputs` are the tensors among its `arguments`, `out` its result or the first of several.
     """
     if op in SPLITS:
         fitting = [split for split in SPLITS[op] if len(split.inputs) == len(inputs)]
@@ -131,7 +131,7 @@ def _reshape_rules(inputs: list[Tensor], out: Tensor, _: dict[str, Any], size: i
 
 
 def _einsum_rules(left: str, right: str, out: str) -> Iterable[Rule]:
-    """Split each letter in all tensors that have it; a contracted letter gives a partial sum."""
+    """Split one dim, named by a letter, in all tensors that have it; a contracted dim gives a partial sum."""
     for letter in dict.fromkeys(left + right):
         places = [Shard(t.index(letter)) if letter in t else REPLICATE for t in (left, right)]
         yield Rule((places[0], places[1]), Shard(out.index(letter)) if letter in out else PARTIAL)
@@ -185,13 +185,13 @@ def _other_dims_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, An
 
 @_rules_for(aten.pad.default)
 def _pad_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    padded = {out.ndim - 1 - i // 2 for i, n in enumerate(arguments["pad"]) if n}  # the last dim comes first
+    padded = {out.ndim - 1 - i // 2 for i, n in enumerate(arguments["pad"]) if n}  # `pad` begins with the last dim
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d not in padded]
 
 
 @_rules_for(aten.scaled_dot_product_attention.default)
 def _attention_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    """Split [B, H, S, E] queries and [B, K, S, E] keys and values over B, and over heads if H and K divide."""
+    """Split queries [B, H, S, E] and keys and values [B, K, S, E] over the batch B, or over heads H and K."""
     mask = inputs[3:]
     if arguments.get("dropout_p"):
         return
@@ -212,7 +212,10 @@ def _embedding_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[
 
 @_rules_for(aten.cross_entropy_loss.default)
 def _cross_entropy_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    """Split logits [M, V] over V, with two statistics per token, or with targets [M] over M unless it is a mean."""
+    """Split logits [M, V] over the vocabulary V, or logits and targets [M] over tokens M unless the loss is a mean.
+
+    Over V, ranks exchange two statistics per token.
+    """
     logits, targets, *weight = inputs
     if weight or targets.is_floating_point() or logits.ndim != 2:
         return

@@ -1,9 +1,9 @@
-"""A sharding plan: the placement of every tensor, where it came from, and what moves between placements.
+"""A sharding plan: the placement of every tensor, the reason for it, and the moves between placements.
 
 Placements are those of `torch.distributed.tensor` over the tensor-parallel ranks:
 
     R       whole on every rank
-    S(d)    dim d in equal parts, rank i has the i-th
+    S(d)    split along dim d into equal parts; rank i has part i
     P       every rank has a partial sum (or mean) of the whole
 """
 
@@ -33,15 +33,15 @@ class PlacementOrigin:
 
     # "inferred": a weight that follows an activation; "default": nothing reached the tensor, which is whole
     reason: Literal["annotation", "forward", "backward", "inferred", "default"]
-    source: str = ""  # the tensor that it came from, or the annotation's text
+    source: str = ""  # the tensor that determined the placement, or the annotation's text
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor of the plan."""
+    """A tensor of the plan, with its placement."""
 
-    name: str  # of a parameter or buffer in the model; of another tensor, its node's in the graph
-    module: str  # the innermost one that computes or holds it
+    name: str  # of a parameter or buffer: its name in the model; else the name of its node in the graph
+    module: str  # the innermost module that computes or holds it
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str  # as "bfloat16"
     placement: Placement
@@ -58,7 +58,7 @@ class Move:
     partial_gradient: bool  # whether the gradient of a whole target is a partial sum
     forward: Kind | None
     backward: Kind | None  # of the gradient
-    consumers: tuple[str, ...] = ()  # tensors whose operators need the target, last first; none if this tensor has it
+    consumers: tuple[str, ...] = ()  # tensors whose operators need the target, last first; empty: for all
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,21 @@ class Step:
     """How one operator of the graph runs."""
 
     inputs: tuple[Move, ...]  # one per tensor among its arguments, in order; equal moves of a tensor are one object
-    output: Move  # from the placement that it computes to the tensor's
+    output: Move  # from the placement of the operator's result to the tensor's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sharding plan."""
+    """The placement of each tensor of a graph, and the moves between placements."""
 
-    ranks: int  # tensor-parallel
+    ranks: int  # number of tensor-parallel ranks
     tensors: Mapping[str, PlacedTensor]  # by name, in the order in which they are computed
-    moves: tuple[Move, ...]  # in the order of their tensors, those that need no collective too
+    moves: tuple[Move, ...]  # in the order of their tensors, including moves without a collective
     steps: Mapping[str, Step] = field(repr=False)  # by name of the tensor that the operator computes
     gradients: Mapping[str, Move] = field(repr=False)  # of parameters and inputs whose gradient is a partial sum
 
     def shown(self, tensor: str) -> str:
-        """Name a tensor with its module, if it is not named after it, and its shape."""
+        """Return a tensor's name and shape in words, with its module if the name does not contain that."""
         placed = self.tensors[tensor]
         named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
         return f"{named} [{', '.join(map(str, placed.shape))}]"
@@ -99,7 +99,7 @@ class Plan:
             tensor = placed.origin.source
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan in JSON's types."""
+        """Return the plan as a dict of JSON's types."""
         tensors = [
             {"name": t.name, "module": t.module, "shape": list(t.shape), "dtype": t.dtype}
             | {"placements": {"tp": placement_text(t.placement)}, "origins": {"tp": vars(t.origin)}}

@@ -1,17 +1,18 @@
 """Spread placements from annotated tensors to all others, forward and backward, until nothing changes.
 
-There are three rounds. In the first only weights are sources; in the second annotated activations and inputs join. In
-one round, the token shards of a sequence-parallel residual stream would flood the heads of attention. The third spreads
-"replicate", which changes no placement, but records that an annotation decided it.
+There are three rounds. In the first, placements spread only from annotated weights; in the second, also from annotated
+activations and inputs. In a single round, the token shards of a sequence-parallel residual stream would also reach
+attention, which should be split by heads. The third round spreads "replicate", which changes no placement, but records
+that an annotation decided it.
 
 A placement is set once and never changed, so the rounds end, and
 
-- an annotated tensor is never touched;
-- earlier rounds win over later ones, and within a sweep the first reference of an operator: of a matmul its weight;
-  then the inputs in order.
+- an annotated tensor keeps its placement;
+- earlier rounds win over later ones. Within a sweep, the first sharded input of an operator wins: the weight of a
+  matmul, then the inputs in order.
 
 Partial sums are not spread. A matmul over a sharded dim gives its output no placement, so that a consumer may give it a
-shard: this makes a reduce-scatter of an all-reduce, without a special case.
+shard: this turns an all-reduce into a reduce-scatter, without a special case.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ WEIGHTS, ACTIVATIONS, REPLICATED = range(3)
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """A placement, its origin, and the round from which it is a source."""
+    """A placement, its origin, and the round from which on it spreads."""
 
     placement: Placement
     origin: PlacementOrigin
@@ -40,11 +41,11 @@ class PlacementDecision:
 
 
 class Propagation:
-    """The placements of a graph's tensors on so many ranks.
+    """Spreads the placements of annotated tensors over a graph.
 
     Attributes:
-        decided: by tensor; what is missing is whole.
-        rules: of each operator.
+        decided: the decision for each tensor; a tensor without one is whole.
+        rules: the sharding rules of each operator.
     """
 
     def __init__(self, graph: Graph, pinned: Mapping[Node, Pinned], ranks: int) -> None:
@@ -59,7 +60,7 @@ class Propagation:
             self.decided[node] = PlacementDecision(placement, PlacementOrigin("annotation", text), since)
 
     def run(self) -> None:
-        """Spread until nothing changes."""
+        """Spread placements, round by round, until nothing changes."""
         for self._round in (WEIGHTS, ACTIVATIONS):
             changed = True
             while changed:
@@ -74,26 +75,26 @@ class Propagation:
         return known.placement if known else REPLICATE
 
     def _shard(self, node: Node) -> Shard | None:
-        """Return the shard of a tensor that is a source in this round."""
+        """Return the shard of a tensor if it spreads in this round, else None."""
         known = self.decided.get(node)
         visible = known and known.since <= self._round and isinstance(known.placement, Shard)
         return known.placement if visible else None  # type: ignore[return-value,union-attr]
 
     def _decide(self, node: Node, placement: Placement, origin: PlacementOrigin) -> bool:
-        """Give a tensor a shard, unless it has a placement or cannot have it."""
+        """Give a tensor a placement; return False if it already has one, or if this one is impossible."""
         if node in self.decided or not self._is_possible(node, placement):
             return False
         self.decided[node] = PlacementDecision(placement, origin)
         return True
 
     def _is_possible(self, node: Node, placement: Placement) -> bool:
-        """Return whether a tensor can have a placement; of several outputs a rule must have it."""
+        """Return whether a tensor can have a placement. If its operator has several outputs, a rule must give it."""
         if isinstance(node.meta["val"], tuple | list):
             return any(rule.output == placement for rule in self.rules[node])
         return not isinstance(placement, Shard) or value(node).shape[placement.dim] % self.ranks == 0
 
     def _misplaced(self, node: Node, rule: Rule) -> int:
-        """Count the inputs that a rule would move; 1000 for a sharded parameter, which cannot be moved."""
+        """Return the number of inputs that a rule would move; 1000 if it would move a sharded parameter, an error."""
         count = 0
         for source, needed in zip(self._inputs[node], rule.inputs, strict=True):
             known = self.decided.get(source)
@@ -104,12 +105,12 @@ class Propagation:
         return count
 
     def _best(self, node: Node, rules: list[Rule]) -> Rule | None:
-        """Return the rule that moves the fewest inputs and no sharded parameter."""
+        """Return the rule that moves the fewest inputs and no sharded parameter, or None."""
         counts = [self._misplaced(node, rule) for rule in rules]
         return rules[counts.index(min(counts))] if counts and min(counts) < 1000 else None
 
     def _forward(self, node: Node) -> bool:
-        """Place an operator's output, or its weight, as an input says."""
+        """Place an operator's output, or its weight, to match a sharded input; return whether anything changed."""
         changed = False
         sources = self._inputs[node]
         order = range(len(sources))
@@ -122,7 +123,7 @@ class Propagation:
                 rule = self._best(node, [r for r in fitting if isinstance(r.output, Shard)])
                 if rule:
                     changed |= self._decide(node, rule.output, PlacementOrigin("forward", self.graph.names[sources[i]]))
-            for rule in fitting:  # a weight whose input is split along the contracted dim
+            for rule in fitting:  # place a weight whose input is split along the contracted dim
                 if isinstance(rule.output, Partial):
                     changed |= self._infer(node, rule, sources[i])
         return changed
@@ -136,7 +137,7 @@ class Propagation:
         return changed
 
     def _backward(self, node: Node) -> bool:
-        """Place an operator's inputs as its output says."""
+        """Place an operator's inputs to match its sharded output; return whether anything changed."""
         shard = self._shard(node)
         rule = shard and self._best(node, [r for r in self.rules[node] if r.output == shard])
         changed = False
@@ -147,7 +148,7 @@ class Propagation:
         return changed
 
     def _spread_replicate(self) -> None:
-        """Mark undecided tensors that are computed with an activation that is annotated as whole."""
+        """Record for undecided tensors next to an activation that is annotated as whole that this is their origin."""
         left = [n for n, known in self.pinned.items() if known.is_activation and known.placement.is_replicate()]
         while left:
             node = left.pop()

@@ -1,6 +1,7 @@
 """Plan only two blocks of each kind, which stand for the others.
 
-Tests hold the plan of the shipped models to be the same; for a user's own `parallel/parity.py` finds what differs.
+For the shipped models, tests compare this plan with that of all blocks. For a user's model, `parallel/parity.py`
+compares the results of the split model with those of the whole one.
 """
 
 import re
@@ -14,13 +15,13 @@ from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.annotations import annotations_of
 from titanlite.sharding.plan import Plan
 
-BLOCK_NAME = re.compile(r"layers\.(\d+)\b")  # where the name of something in a block begins
-_NUMBERS = re.compile(r"(^|\.)[\d*\[\]?-]*[\d\[?][\d*\[\]?-]*(\.|$)")  # a pattern's part that chooses blocks by number
+BLOCK_NAME = re.compile(r"layers\.(\d+)\b")  # the beginning of a name in a block
+_NUMBERS = re.compile(r"(^|\.)[\d*\[\]?-]*[\d\[?][\d*\[\]?-]*(\.|$)")  # part of a pattern that names blocks by number
 
 
 @dataclass(frozen=True)
 class PlannedLayers:
-    """The plan of a model, some of whose blocks stand for others."""
+    """The plan of a model in which some blocks stand for others."""
 
     plan: Plan  # of one micro-step
     layers: dict[str, LayerPlan]  # of each module of the whole model that holds a parameter in use, by name
@@ -33,11 +34,11 @@ class PlannedLayers:
 
 
 def representative_blocks(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
-    """Keep two blocks of each kind, which stand for the others: the first, and the first of the rest.
+    """Keep two blocks of each kind: the first stands for itself, the second for all others.
 
     Returns:
-        A model that shares these blocks, and for each the numbers of the blocks that it stands for; the model itself if
-        annotations choose blocks by number. That blocks of a kind do the same wherever they stand is not checked.
+        A model with these blocks alone, and for each block the numbers of those that it stands for; `model` itself if
+        annotations choose blocks by number. It is not checked that all blocks of a kind compute the same.
 
     Raises:
         ShardingError: the model has no annotations.
@@ -55,7 +56,7 @@ def representative_blocks(model: nn.Module) -> tuple[nn.Module, list[list[int]]]
 def for_all(
     fewer: nn.Module, plan: Plan, layers: Mapping[str, LayerPlan], stand_for: list[list[int]]
 ) -> PlannedLayers | None:
-    """Return the plan of all layers by the plan of fewer; None if two blocks of a kind have different plans."""
+    """Extend the plan of a model with fewer blocks to all blocks; None if two blocks of a kind have different plans."""
     kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
     prefixes = [f"layers.{place}." for place in range(len(kinds))]
     of_blocks = [{n.removeprefix(p): layer for n, layer in layers.items() if n.startswith(p)} for p in prefixes]

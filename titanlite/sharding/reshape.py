@@ -1,8 +1,8 @@
 """Follow a shard through a reshape of its tensor.
 
-A reshape consists of the smallest groups of dims with the same elements: [2, 3, 64] → [6, 16, 4] is 2·3 → 6 and
-64 → 16·4. Within a group a shard survives only on the outermost dim, and moves to the outermost dim of the result. Dims
-of length 1 are in no group.
+A reshape is split into the smallest groups of dims with the same number of elements before and after: [2, 3, 64] →
+[6, 16, 4] is 2·3 → 6 and 64 → 16·4. Only a shard of a group's outermost dim survives, as a shard of the group's
+outermost dim after the reshape. Dims of length 1 are in no group.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 
 def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict[int, int]:
-    """Return the dims that can be sharded in `size` parts before a reshape → the dims of these shards after it."""
+    """Return each dim before a reshape of which a shard in `size` parts survives, with the shard's dim after it."""
     if 0 in before:
         return {}
     pairs = {group.before[0]: group.after[0] for group in groups(before, after)}
@@ -44,7 +44,7 @@ def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict
 
 
 def lost_shard_reason(before: Sequence[int], after: Sequence[int], dim: int, size: int) -> str:
-    """Return why a shard of one dim, in `size` parts, does not survive a reshape: a clause after "the reshape"."""
+    """Return why a shard of one dim, in `size` parts, does not survive, as a clause to follow "the reshape"."""
     group = next(g for g in groups(before, after) if dim in g.before)
     if dim != group.before[0]:
         outer = group.before[0]

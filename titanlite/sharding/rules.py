@@ -1,7 +1,7 @@
 """List the placements with which an operator can run without communication.
 
-All operators have the rule that everything is whole. Operators without others in `op_rules.py` have DTensor's. Partial
-sums are never inputs: they are resolved where they arise.
+Every operator has the rule "everything whole". Its other rules are those of `op_rules.py`, or DTensor's if that file
+has none. Partial sums are never inputs: they are resolved where they arise.
 """
 
 import functools
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 
 def rules_of(node: Node, size: int) -> list[Rule]:
-    """Return the rules of one operator, "everything whole" first; every sharded dim divides by `size` ranks.
+    """Return the rules of one operator, "everything whole" first; sharded dims are divisible by `size` ranks.
 
     Raises:
-        ShardingError: there is no rule, or the operator writes a tensor.
+        ShardingError: no rules are known for the operator, or it changes a tensor in place.
     """
     if is_item(node):
         of = value(node)
@@ -62,7 +62,7 @@ def _rules(node: Node, size: int) -> list[Rule]:
 
 
 def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor], size: int) -> list[Rule]:
-    """Keep rules whose sharded dims divide, each once."""
+    """Return the rules whose sharded dims are divisible by `size`, without repetitions."""
 
     def divides(placement: Placement, tensor: Tensor) -> bool:
         return not isinstance(placement, Shard) or tensor.shape[placement.dim] % size == 0
@@ -77,7 +77,7 @@ def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor],
 
 
 def _dtensor_rules(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
-    """Return DTensor's rules with the same placement of all outputs."""
+    """Return DTensor's rules that give all outputs of an operator the same placement."""
     _require_known_rules()
     found = []
     for inputs, outputs in dtensor_rules.rules(op, *map_arg((node.args, node.kwargs), value), size):

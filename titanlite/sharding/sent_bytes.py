@@ -1,10 +1,10 @@
-"""The bytes of a collective that each rank sends."""
+"""The bytes that each rank sends in a collective."""
 
 import math
 
 
 def sent_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
-    """Return how many bytes of the whole tensor's each rank sends in the fewest steps that a ring takes."""
+    """Return the bytes that each rank sends in a collective around a ring; `whole_bytes`: of the unsharded tensor."""
     share = {
         "all_gather": (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,

@@ -1,6 +1,6 @@
 """Reduce a model to one rank's part: tensor parallelism → context parallelism → experts → float8.
 
-The ranks may be fake ones of a run that is only planned.
+The ranks may be fake, for a run that is only planned.
 """
 
 import functools
@@ -29,14 +29,14 @@ _plans: dict[object, Mapping[str, LayerPlan]] = {}
 
 
 def sharding_plan(config: Config, dims: ModelDims) -> PlannedLayers:
-    """Derive the tensor-parallel plan of a run's model, once in a process; raise ShardingError if there is none."""
+    """Derive the tensor-parallel plan of a run's model, cached per process; raise ShardingError if there is none."""
     training, t = config.training, config.parallelism.tensor_parallel_degree
     tokens = training.local_batch_size * training.seq_len  # whole samples; the plan is the same for parts of them
     return _derived_plan(config.model, dims, training.seq_len, tokens, t, training.mixed_precision_param)
 
 
 def plan_of_any_degree(config: Config, dims: ModelDims) -> Mapping[str, LayerPlan]:
-    """Return a plan of each layer: it is the same for all possible degrees; raise ShardingError if there is none."""
+    """Return each layer's plan, the same for all possible tensor-parallel degrees; raise ShardingError without one."""
     if (config.model, dims) not in _plans:
         sharding_plan(config, dims)
     return _plans[config.model, dims]
@@ -59,10 +59,10 @@ def split_model(
 ) -> Conversion | None:
     """Reduce each layer of a whole model on the meta device to this rank's part, in place, and convert it to float8.
 
-    `config` is the largest stage's, `plan` of each layer under tensor parallelism. The receipt gets entries.
+    `config` is that of the largest stage, `plan` each layer's under tensor parallelism. Entries are added to `receipt`.
 
     Returns:
-        The outcome of float8.
+        The outcome of the conversion to float8, layer by layer; None without a recipe.
 
     Raises:
         TitanliteError: the model cannot be split or converted.

@@ -1,7 +1,8 @@
-"""Find the annotation at fault where there is no plan: change each one alone, and try.
+"""Find the wrong annotation of a model without a sharding plan, by changing each annotation alone.
 
-An impossible placement often shows far from the wrong annotation. So each annotation is left out or changed, each
-matrix without one is given one, and changes that make a plan are suggested. It takes some seconds of a run that fails.
+An impossible placement often shows far from the wrong annotation. So each annotation is removed or changed, and each
+matrix without an annotation gets one. Changes with which there is a plan are suggested. This delays an error by some
+seconds.
 """
 
 import re
@@ -16,11 +17,11 @@ _CHOICES = ("tp:0", "tp:1", "replicate", None)
 def suggest_annotation(
     graphs: Sequence[Graph], annotations: Mapping[str, str], plan: Callable[[Graph, Mapping[str, str]], object]
 ) -> str:
-    """Return lines that name the changes of one annotation that make a plan; "" if there are none.
+    """Return lines with each change of one annotation after which there is a plan; "" if no change helps.
 
     Args:
-        graphs: of a model, small ones first; all must have a plan.
-        annotations: that make none.
+        graphs: of a model, small ones first; a change must give all of them a plan.
+        annotations: those with which there is no plan.
         plan: makes a plan of a graph or raises ShardingError.
     """
 
