@@ -1,8 +1,9 @@
-"""Cost save-lists: what one keeps of the blocks of a run, and what backward computes again, by their traces.
+"""Find what a save-list costs: the bytes that each block keeps, and the operations that backward computes again.
 
-The rules are applied to the traced operations by what applies them in the run (`activation_checkpoint/rules.py`). A
-compiler drops what backward has no use for, and repeats what it needs of the rest: that is reached from backward's
-operations. Eager mode keeps whatever a rule says, and repeats forward up to the last result that autograd has kept.
+The rules are applied to the traced operations by the same code as in the run (`activation_checkpoint/rules.py`). A
+compiler keeps only the saved values that backward needs, and repeats only the operations that make its other inputs:
+both are found by a walk from backward's operations to their sources. Eager mode keeps every result that a rule saves,
+and repeats forward up to the last result that autograd has kept.
 """
 
 from collections import Counter
@@ -21,12 +22,12 @@ from titanlite.forecast.traced_run import TracedRun
 
 @dataclass(frozen=True)
 class Activation:
-    """The result of an operation that a save-list can name; what is not said here is as of `Operation`.
+    """The result of an operation that a save-list can name. `Operation` describes the other attributes.
 
     Attributes:
-        op: that makes it; of attention, the kernel's.
-        layer: linear layer that it belongs to, "" for attention.
-        bytes: that it holds.
+        op: the operation that makes it. For attention, the kernel that runs.
+        layer: the linear layer that the operation belongs to, "" for attention.
+        bytes: size of the result.
     """
 
     op: str
@@ -41,7 +42,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Cost:
-    """An activation under a save-list: the bytes held until backward, and whether backward computes it again."""
+    """An activation under a save-list: the decision, bytes held until backward, and whether backward recomputes it."""
 
     activation: Activation
     decision: Decision
@@ -51,12 +52,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The bytes that one block keeps, and its recomputation, in a micro-step.
+    """The bytes that one block keeps under a save-list, and its recomputation, in a micro-step.
 
     Attributes:
-        whole: whether it runs without checkpointing.
-        held: bytes that stay until backward, the block's input included.
-        recomputed: what backward computes again; nothing of a whole block.
+        whole: whether the block runs without checkpointing.
+        held: bytes kept until backward, the block's input included.
+        recomputed: the activations that backward computes again; none if `whole`.
     """
 
     whole: bool
@@ -69,9 +70,10 @@ class RuleCost:
     """The cost of one rule on one rank in a micro-step.
 
     Attributes:
-        blocks: number of blocks that it is for, over which the costs below are means.
-        matches: operations that it decided about, in all blocks.
-        held: bytes kept until backward; of computing the same again, `flops`, and bytes `moved` as of `Operation`.
+        blocks: number of blocks that the rule applies to. `held`, `flops` and `moved` are means over these blocks.
+        matches: number of operations that the rule matched, in all blocks.
+        held: bytes kept until backward.
+        flops: FLOPs of computing once the results that the rule decides about; `moved` the bytes, as in `Operation`.
     """
 
     rule: SaveRule
@@ -83,20 +85,20 @@ class RuleCost:
 
 
 def activations(block: TracedBlock) -> list[Activation]:
-    """List what a block computes besides elementwise results, in the order in which it runs."""
+    """List the results of a block's operations, except elementwise ones, in the order in which they are computed."""
     return [cost.activation for cost in costs(block, SaveList("", "recompute"), frozenset(), compiled=False)]
 
 
 def costs(
     block: TracedBlock, save_list: SaveList, active: frozenset[int], compiled: bool, kernel: str | None = None
 ) -> list[Cost]:
-    """Apply a save-list that recomputes by default to one block; without rules see `held_without_checkpointing`.
+    """Return the cost of each activation of one block under a save-list whose default is "recompute".
 
-    `active` are numbers of the rules for this block; `kernel` attends to whole samples on the device; None: the one
-    that the list names.
+    `active` are the numbers of the rules for this block. `kernel` is the operation that computes attention to whole
+    samples; None: the kernel that the list names. For blocks without checkpointing see `held_without_checkpointing`.
 
     Raises:
-        RecipeError: attention is kept without the matmuls that its q, k and v come from.
+        RecipeError: attention is kept, but not the matmuls that make its q, k and v.
     """
     kernel = kernel or kernels(save_list)[0]
     rules = BlockRules(save_list, active, block.layers)
@@ -106,12 +108,12 @@ def costs(
         op = kernel if is_attention else operation.op
         decided.append((i, operation, op, rules.decide(op, to_float8=operation.to_float8)))
     saved = {v for _, operation, _, decision in decided if decision.action == "save" for v in operation.makes}
-    if compiled:  # what forward has no use for is computed in backward
+    if compiled:  # a compiler moves into backward the results that forward does not read
         saved = {v for v in saved if not block.used_in_forward.isdisjoint(block.forward[block.makers[v]].makes)}
     needed, repeated = _reached(block, saved) if compiled else (saved, None)
     found: list[Cost] = []
     for i, operation, op, decision in decided:
-        # What is made of weights alone no rule keeps, and a cast is one to float8.
+        # Skip results made of weights alone, which no rule keeps, and casts to dtypes other than float8.
         if not operation.of_tokens or op not in OPERATIONS or (op == ops.CAST and not operation.to_float8):
             continue
         activation = Activation(
@@ -132,7 +134,7 @@ def costs(
 
 
 def _reached(block: TracedBlock, saved: set[int]) -> tuple[set[int], set[int]]:
-    """Return the saved values that backward needs, and the numbers of the operations that it repeats for the rest."""
+    """Return the saved values that backward needs, and the numbers of the operations that remake its other inputs."""
     needed, repeated, left = set[int](), set[int](), list(block.wanted)
     while left:
         value = left.pop()
@@ -145,10 +147,10 @@ def _reached(block: TracedBlock, saved: set[int]) -> tuple[set[int], set[int]]:
 
 
 def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
-    """Return the bytes that a block without rules holds for backward, its input included where that is kept.
+    """Return the bytes that a block without checkpointing holds for backward, its input included if it is kept.
 
-    Eager mode holds what autograd keeps. A compiler recomputes elementwise results whose readers it fuses with them; it
-    keeps what any other operation reads.
+    Eager mode holds what autograd keeps. A compiler recomputes an elementwise result if it can fuse this with all
+    operations that read the result in backward. It keeps all other results that backward reads.
     """
     if not compiled:
         return block.saved
@@ -169,7 +171,7 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
             kept.add(value)
         elif value in made:
             left += forward[made[value]].reads
-    # Of no use to forward, and made of what backward has: the compiler moves them there.
+    # The compiler computes these in backward: forward does not read them, and backward has their inputs.
     there = kept | block.given
     late = {
         value
@@ -180,7 +182,7 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
 
 
 def no_cost_reasons(save_list: SaveList) -> list[Problem]:
-    """Return why a list has no price; nothing if it has one."""
+    """Return the reasons why the cost of a save-list cannot be predicted; empty if it can be."""
     problems: list[Problem] = []
     if save_list.default == "save" and save_list.rules:
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
@@ -194,11 +196,11 @@ def no_cost_reasons(save_list: SaveList) -> list[Problem]:
 
 
 def block_costs(run: TracedRun, save_list: SaveList) -> list[BlockCost]:
-    """Return what each block of a run keeps and computes again under a save-list, in the order in which they run.
+    """Return the cost of each block of a run under a save-list, in the order in which the blocks run.
 
     Raises:
-        RecipeError: the list has no price, names a layer that blocks lack, or keeps attention without its q, k and v;
-            or the run could not be traced.
+        RecipeError: the cost cannot be predicted (`no_cost_reasons`); the list names a layer that blocks lack, or keeps
+            attention without its q, k and v; or the run could not be traced.
     """
     if run.no_trace_reason:
         raise RecipeError(describe("config", [run.no_trace_reason]))
@@ -224,7 +226,7 @@ def _block_cost(run: TracedRun, block: TracedBlock, save_list: SaveList, active:
 
 
 def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
-    """Return what each rule of a save-list that `block_costs` takes keeps and costs."""
+    """Return the cost of each rule of a save-list, which must be one that `block_costs` accepts."""
     rules = save_list.rules
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
     for active, block, n in _kinds_of_blocks(run, save_list):
@@ -247,10 +249,10 @@ def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
 
 
 def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
-    """Refuse a list that keeps attention without its q, k and v; if `strict`, also a rule that matches nothing.
+    """Refuse a list that keeps attention without its q, k and v; if `strict`, also rules that match no operation.
 
     Raises:
-        RecipeError: there is such a rule; one that matches nothing is not optional.
+        RecipeError: the list is refused. Rules with `optional = true` may match nothing.
     """
     if run.no_trace_reason is not None:
         return
@@ -264,7 +266,7 @@ def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
 
 
 def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
-    """Return the rules that match something, whichever kernel of attention runs."""
+    """Return the numbers of the rules that match an operation with at least one of the list's attention kernels."""
     found = set[int]()
     for active, block, _ in _kinds_of_blocks(run, save_list):
         if is_whole(save_list, active):
@@ -276,7 +278,7 @@ def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
 
 
 def _kinds_of_blocks(run: TracedRun, save_list: SaveList) -> list[tuple[frozenset[int], TracedBlock, int]]:
-    """Return the rules of blocks, their trace, and the number of blocks that have both."""
+    """Group the blocks by active rules and trace; return (rule numbers, trace, number of blocks) of each group."""
     by_id = {id(block): block for block in run.blocks}
     kinds = Counter(zip(save_list.active(len(run.blocks)), map(id, run.blocks), strict=True))
     return [(active, by_id[each], n) for (active, each), n in kinds.items()]

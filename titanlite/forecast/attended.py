@@ -1,4 +1,4 @@
-"""Sample how much of plain causal attention is left within documents, from the data of a run that is prepared."""
+"""Estimate from a run's prepared data which share of causal attention's FLOPs stays within documents."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from titanlite.data.run_samples import prepared_sources
 from titanlite.data.stages import StageTable
 from titanlite.observe.peak_flops import mean_attended
 
-_SAMPLES = 256  # evenly spread: the standard error of a share is 0.03 at most
+_SAMPLES = 256  # evenly spread over the data; the standard error of the share is at most 0.03
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class AttendedShare:
     """The lengths of documents in some samples of a run.
 
     Attributes:
-        seq_len: S.
-        samples: how many were looked at.
-        mean: tokens of a document, or of its part in a sample.
-        lengths: [n] tokens of each; a token of padding is a document of its own.
+        seq_len: S, the tokens of a sample.
+        samples: number of samples that were read.
+        mean: mean tokens of a document, or of its part in a sample.
+        lengths: [n] tokens of each document or part. Each token of padding counts as a document of length 1.
     """
 
     seq_len: int
@@ -33,15 +33,15 @@ class AttendedShare:
     lengths: np.ndarray
 
     def of(self, window: int = 0) -> float:
-        """Return the share of causal attention's FLOPs within documents, of a layer with a window (0: none)."""
+        """Return the share of causal attention's FLOPs within documents. `window`: of attention, in tokens; 0: none."""
         return mean_attended([window], self.lengths) / mean_attended([window], np.array([self.seq_len]))
 
     def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
-        """Return where the document of each token begins in micro-batches spread over the samples, [N] int32 each.
+        """Return for each token of some micro-batches the position where its document begins: [N] int32 each.
 
         Args:
-            tokens: N, a multiple of S.
-            batches: how many at most; too few samples for one are repeated.
+            tokens: N, the tokens of a micro-batch; a multiple of S.
+            batches: most micro-batches to return, spread over the samples. Samples too few for one are repeated.
         """
         lengths = np.tile(self.lengths, -(-tokens // int(self.lengths.sum())))
         starts = np.repeat(lengths.cumsum() - lengths, lengths)
@@ -53,9 +53,9 @@ class AttendedShare:
 
 
 def attended_share(config: Config, table: StageTable, shards: Mapping[str, Corpus]) -> AttendedShare | None:
-    """Look at samples of each source, as many as its share of the run, whatever the seed; None if one is not prepared.
+    """Read document lengths in samples of each source, in proportion to its share of the run's tokens.
 
-    `shards` are the prepared sources, by key.
+    The seed does not matter. `shards` are the prepared sources, by key. Return None if a source is not prepared.
     """
     sources, seq_len = prepared_sources(config, shards, table.unit_len), config.training.seq_len
     if sources is None:
@@ -65,7 +65,7 @@ def attended_share(config: Config, table: StageTable, shards: Mapping[str, Corpu
     samples, lengths = 0, list[int]()
     for name, source in sources.items():
         count = math.ceil(_SAMPLES * asked[name] / total)
-        assert source.samples.n is not None  # noqa: S101  # it is prepared
+        assert source.samples.n is not None  # noqa: S101  # known, as the source is prepared
         starts = np.linspace(0, source.samples.n * source.samples.seq_len // seq_len, count, endpoint=False).astype(int)
         for start in np.unique(starts).tolist():
             sample, first = divmod(start * seq_len, source.samples.seq_len)

@@ -1,11 +1,12 @@
-"""`recipe = "auto"`: the fastest save-list whose predicted peak stays within a budget.
+"""Choose the save-list of `recipe = "auto"`: the fastest one whose predicted peak of memory stays within a budget.
 
-What can be kept falls into a few groups: attention, each matmul, each collective, or a whole block. A *selection* is a
-set of them; its cost is read off the trace (`activation_cost.py`), and the time to compute the rest again has been
-measured on this device (`time_activations.py`). Most blocks of a model are alike, so a list is two selections, one for
-the first n blocks and one for the others: the second keeps more, for backward begins there. All pairs and all n are
-tried, and each peak is that of `memory.py`: of such lists none is faster by the measured times. Two and not three,
-because each selection is a graph to compile, and a third one could gain no more than part of one block.
+The activations that can be kept fall into a few groups: attention, each matmul, each collective, or all of a block. A
+*selection* is a set of such groups. The trace gives the bytes that it keeps (`activation_cost.py`); the time to
+recompute all other activations was measured on this device (`time_activations.py`). Most blocks of a model are alike,
+so a list has two selections: one for the first n blocks, and one for the others. The second keeps more, as backward
+begins with these blocks. All pairs and all n are tried, with the peak that `memory.py` predicts, so no such list is
+faster by the measured times. A third selection would be one more graph to compile, and could save at most a part of
+one block's recomputation.
 """
 
 from collections.abc import Mapping
@@ -25,13 +26,13 @@ _EXPENSIVE = ("attention", "matmul", "communication", "experts", "dispatch")
 
 @dataclass(frozen=True)
 class RecomputeTimes:
-    """Seconds to compute parts of a block again: each of `expensive`, and the rest of a block that is not whole."""
+    """Seconds to recompute each activation that `expensive` returns, and all elementwise work of one block."""
 
     activations: Mapping[Activation, float]
     elementwise: float
 
     def seconds(self, block: BlockCost) -> float:
-        """Return the seconds of what a block computes again."""
+        """Return the seconds of a block's recomputation."""
         parts = sum(self.activations.get(a, 0.0) for a in block.recomputed)
         return parts + (0.0 if block.whole else self.elementwise)
 
@@ -41,9 +42,9 @@ class Choice:
     """The chosen save-list.
 
     Attributes:
-        peak: predicted, in bytes.
-        seconds: of recomputation in a micro-step.
-        prepared_s: that it took to time a block and to choose.
+        peak: predicted peak of memory, in bytes.
+        seconds: time of recomputation in a micro-step.
+        prepared_s: seconds spent on timing a block and choosing the list.
     """
 
     save_list: SaveList
@@ -54,27 +55,27 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Selection:
-    """A set of rules, what blocks keep by it, and the seconds that each computes again."""
+    """A set of rules, the cost of each block under it, and the seconds of each block's recomputation."""
 
     rules: tuple[SaveRule, ...]
     blocks: list[BlockCost]
     seconds: list[float]
 
     def is_beaten_by(self, other: "_Selection") -> bool:
-        """Check that in no block the other one keeps more or takes longer."""
+        """Return whether `other` keeps no more bytes and recomputes no longer than this selection, in every block."""
         of_both = zip(self.blocks, self.seconds, other.blocks, other.seconds, strict=True)
         return all(block.held >= less.held and seconds >= faster for block, seconds, less, faster in of_both)
 
 
 def expensive(run: TracedRun) -> dict[SaveRule, list[Activation]]:
-    """Return what may be worth keeping of the blocks, by the rule that keeps it.
+    """Return the activations of a run's blocks that may be worth keeping, by the rule that keeps them.
 
-    Statistics and casts are not: computing them again is part of the elementwise work, or of their matmul.
+    Statistics and casts are left out: their recomputation counts as elementwise work, or as part of their matmul.
     """
     found: dict[SaveRule, list[Activation]] = {}
     kinds = {id(block): block for block in run.blocks}.values()
     for activation in dict.fromkeys(each for block in kinds for each in activations(block)):
-        # A fused operation is kept as a matmul: attention's q, k and v must be kept by a rule that says so.
+        # A fused operation is kept by a rule for matmuls: one for communication would not keep q, k and v.
         name = "matmul" if activation.op in FUSED else CLASS_OF[activation.op]
         if name in _EXPENSIVE:
             rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
@@ -83,10 +84,10 @@ def expensive(run: TracedRun) -> dict[SaveRule, list[Activation]]:
 
 
 def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choice:
-    """Find the fastest list whose predicted peak leaves a margin of a budget free.
+    """Return the fastest save-list whose predicted peak fits a budget less the margin `memory.MARGIN`.
 
     Raises:
-        ValueError: no list fits, which `search.check_budget` finds before anything is timed.
+        ValueError: no list fits. `search.check_budget` reports this earlier, before anything is timed.
     """
     n_layers = model.dims.n_layers
     selections = _selections(model.run, times)
@@ -110,7 +111,7 @@ def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choi
 
 
 def _selections(run: TracedRun, times: RecomputeTimes) -> list[_Selection]:
-    """Return the selections that no other beats in both bytes and time, in the order of what they keep."""
+    """Return the selections that no other beats in both bytes and time, those that keep the fewest bytes first."""
     rules = expensive(run)
     subsets = chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1))
     found = [selection for subset in subsets if (selection := _selection(subset, run, times))]
@@ -125,7 +126,7 @@ def _selections(run: TracedRun, times: RecomputeTimes) -> list[_Selection]:
 
 
 def _selection(rules: tuple[SaveRule, ...], run: TracedRun, times: RecomputeTimes) -> _Selection | None:
-    """Price a selection; None if it cannot be: attention without its q, k and v."""
+    """Return a set of rules with its costs; None if the rules keep attention without its q, k and v."""
     try:
         blocks = block_costs(run, SaveList("", "recompute", rules))
     except RecipeError:
@@ -134,7 +135,7 @@ def _selection(rules: tuple[SaveRule, ...], run: TracedRun, times: RecomputeTime
 
 
 def _two_part_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:
-    """Join two selections, the first for n blocks; rules for whole blocks must come first."""
+    """Return a save-list: `fewer` for the first n blocks, `more` for the others; rules for whole blocks come first."""
     rules: list[SaveRule] = []
     for rule in dict.fromkeys([*more.rules, *fewer.rules]):
         first = 0 if rule in fewer.rules else n
@@ -145,7 +146,7 @@ def _two_part_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -
 
 
 def in_words(choice: Choice) -> str:
-    """Say in a line what was chosen."""
+    """Describe in one line what a chosen save-list keeps."""
     kept = ", ".join(
         " ".join((rule.op, *rule.module, *([f"of blocks {rule.layers}"] if rule.layers != ":" else [])))
         for rule in choice.save_list.rules

@@ -1,4 +1,4 @@
-"""Read what a GPU does in a second, as it was measured (`devices/*.toml`), and which runs that says nothing of."""
+"""Read the measured rates of a GPU (`devices/*.toml`), and find the runs for which they do not hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Rates:
     """The measured rates of a GPU.
 
-    Attributes have their units, sources and meaning in `devices/h200.toml`. Pairs are of forward and backward, of rows
-    and gradients, or of the ways to experts and back; tables are by the width of a head, the rows of an expert in the
-    mean, or the shorter side of a matrix.
+    `devices/h200.toml` gives the unit, source and meaning of each attribute. A pair is (forward, backward); of products
+    of experts, (rows, weight gradients); of `exchange`, (tokens to experts, results back). The keys of a mapping are
+    widths of a head, mean numbers of rows of an expert, or lengths of the shorter side of a matrix.
     """
 
     device: str
@@ -47,7 +47,7 @@ class Rates:
     host: int
 
     def attention_of(self, width: int, tokens: int) -> tuple[float, float]:
-        """Return TFLOP/s of attention to so many tokens, of the narrowest heads as wide as `width`, or the widest."""
+        """Return TFLOP/s of attention to `tokens` tokens, forward and backward, by the next head width measured."""
         forward, backward = (
             rate * _by_size({8192: 1.0, 131072: longer}, max(tokens, 8192))
             for rate, longer in zip(_as_wide(self.attention, width), self.attention_long, strict=True)
@@ -55,21 +55,21 @@ class Rates:
         return forward, backward
 
     def grouped_of(self, rows: float, is_gradient: bool, fast: bool | None) -> float:
-        """Return TFLOP/s of a product of experts with so many rows each; `fast` as of float8, None outside of it."""
+        """Return TFLOP/s of a product of experts with `rows` each; `fast`: accumulation of float8, None: no float8."""
         table = self.grouped if fast is None else self.grouped_fast if fast else self.grouped_split
         return _by_size({n: of[is_gradient] for n, of in table.items()}, max(rows, 1.0))
 
     def orthogonalise_of(self, side: int) -> float:
-        """Return TFLOP/s for matrices whose shorter side is so long."""
+        """Return TFLOP/s of orthogonalising matrices whose shorter side has length `side`."""
         return _by_size(self.orthogonalise, side)
 
     def documents_of(self, width: int) -> tuple[float, float]:
-        """Return the shares of `attention_of` that attention within documents reaches."""
+        """Return the shares of `attention_of` that attention within documents reaches, forward and backward."""
         return _as_wide(self.attention_documents, width)
 
 
 def _by_size(rates: Mapping[int, float], size: float) -> float:
-    """The time of an operation is a constant, and a share of 1 / size."""
+    """Return the rate at a size by those of two sizes: the time of a FLOP is a constant plus a multiple of 1 / size."""
     (small, slow), (large, quick) = min(rates.items()), max(rates.items())
     of_an_end = (1 / slow - 1 / quick) / (1 / small - 1 / large)
     return 1 / (1 / quick + of_an_end * (1 / size - 1 / large))
@@ -82,7 +82,7 @@ def _as_wide(rates: Mapping[int, tuple[float, float]], width: int) -> tuple[floa
 
 _FOLDER = Path(__file__).with_name("devices")
 DEVICES = sorted(file.stem for file in _FOLDER.glob("*.toml"))
-"""Whose rates come with titanlite, as `titanlite plan --device` takes them."""
+"""Names of the devices whose rates come with titanlite, for `titanlite plan --device`."""
 DEFAULT_DEVICE = "h200"
 
 
@@ -95,14 +95,14 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
 
 
 def _typed(value: Any) -> Any:
-    """Make tuples of lists, and numbers of the keys of tables."""
+    """Convert a value from TOML: lists to tuples, and the keys of tables to integers."""
     if isinstance(value, dict):
         return {int(by): _typed(rates) for by, rates in value.items()}
     return tuple(value) if isinstance(value, list) else value
 
 
 def no_rates_reason(memory: "MemoryModel") -> Problem | None:
-    """Return why the rates do not hold for a run; None where they do."""
+    """Return the reason why the measured rates do not hold for a run, or None."""
     config, dims, run = memory.config, memory.dims, memory.run
     if run.float8 is not None and run.float8.has_blocks:
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
@@ -111,7 +111,7 @@ def no_rates_reason(memory: "MemoryModel") -> Problem | None:
     if run.float8 is not None and run.float8.reduce_amax and run.tensor_parallel > 1:
         want = "a recipe without reduce_amax: there are no rates of reductions of one number"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")
-    aligned = 8 * run.tensor_parallel  # 16 bytes in bfloat16
+    aligned = 8 * run.tensor_parallel  # each rank's part a multiple of 16 bytes in bfloat16
     if dims.vocab_size % aligned:
         want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
         return Problem("model.vocab_size", str(dims.vocab_size), want, "titanlite validate names one")

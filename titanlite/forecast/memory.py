@@ -1,22 +1,22 @@
 """Predict what a rank's GPU holds at the peak of a step, by category, in bytes.
 
-The figure is that of `memory_gib`, the peak that the caching allocator reserved. Not in it: CUDA's own context, NCCL's
+The prediction is of `memory_gib`, the peak that the caching allocator reserved. This excludes CUDA's context, NCCL's
 buffers and symmetric memory, a few GiB in all.
 
-Memory is reserved by stream: what one stream has freed no other takes. FSDP gathers weights on one stream and reduces
-gradients on another, so the peak is the sum of three peaks, whenever they are:
+The allocator reserves memory by stream: no stream takes memory that another has freed. FSDP gathers weights on one
+stream and reduces gradients on another, so the peak is the sum of three peaks, whenever each occurs:
 
-    compute     parameters, moments, gathered weights and activations, at the worst moment of backward: the head, with
-                the logits and the gradient of its weight; a block, with what it computes again; or the gradient of the
-                head's or the embedding's weight, which is there as it came and in float32
-    gathering   two units of weights, one on its way and one that is being copied out, and a shard
-    reducing    all gradients, where they are widened on this stream or more micro-steps follow: they are there when the
-                first activations are not yet free; and what is made on the way to them
+    compute     parameters, optimizer state, gathered weights and activations, at the worst moment of backward. This is
+                the head, with the logits and the gradient of its weight; a block, with its recomputation; or the
+                gradient of the head's or the embedding's weight, which exists in the compute dtype and in float32
+    gathering   two units of weights, one being gathered and one being copied out, and a rank's shard
+    reducing    all gradients, if this stream widens them or more micro-steps follow: they then exist before the first
+                activations are freed. Also the buffers of the reduction
 
-Other gradients are in compute, too, unit by unit or of a rank alone one by one, as activations and gathered weights are
-freed: the head's moment has none yet, and the last block's has nearly all of them.
+All other gradients are allocated on the compute stream, while activations and gathered weights are freed: unit by unit,
+or one by one on a single rank. None exist yet while the head is computed, and nearly all do in the last block.
 
-Held against measured runs in `tests/unit/forecast/test_memory.py`.
+Compared with measured runs in `tests/unit/forecast/test_memory.py`.
 """
 
 from collections.abc import Sequence
@@ -35,39 +35,40 @@ from titanlite.kernels.cross_entropy import ROWS
 from titanlite.parallel.fsdp import frees_after_forward
 
 HOLES = 0.2
-"""Share of the gradients of blocks that they leave unused where they follow activations: holes too small for the next.
+"""Holes that stay unused when gradients are allocated in the memory of freed activations, as a share of the gradients.
 Measured: 0.15 to 0.21 (runs of `2f2e563` in benchmarks/results/runs.jsonl)."""
 
 
 HOLES_OF_SHARDS = 0.08
-"""Likewise, where they are shards of sums: of one size, and smaller than most of what activations leave."""
+"""`HOLES` where gradients are shards of reduced sums: of one size, and smaller than most of the freed activations."""
 
 
 HOLES_AT_THE_END = 0.95
-"""Share of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones.
-Both fitted to 16 runs of `full`, where holes were 1.2 to 3.3 GiB: luck (rows `memory_full` of runs.jsonl)."""
+"""Holes when an embedding's gradient is reduced, as a share of that gradient: it fits into none of the freed pieces.
+Fitted, with `HOLES_OF_SHARDS`, to 16 runs of `full`, whose holes vary from 1.2 to 3.3 GiB (`memory_full` of
+runs.jsonl)."""
 
 
 SLACK = 2 * GIB // 5
-"""Bytes that a run reserves beyond its tensors: workspaces of the matrix libraries, segments that are not full.
+"""Bytes that a run reserves beyond its tensors: workspaces of the matrix libraries, unused parts of segments.
 Measured: 0.2 to 1.0 GiB."""
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in runs.jsonl two are 1.4 % short, the next 1.2 %."""
+"""Share of a budget that stays free: the prediction is 1.4 % too low for two runs of runs.jsonl, less for the rest."""
 
 
 GPUS_OF_A_HOST = 8
-"""GPUs of a host of which nothing is known: as many as the rates are of."""
+"""GPUs of a host unless given: the number on the hosts where the rates were measured."""
 
 
 def usable(budget_gib: float) -> float:
-    """Return the bytes that a predicted peak may have, so that the measured one keeps to a budget."""
+    """Return the bytes that a predicted peak may have so that the measured peak stays within a budget in GiB."""
     return budget_gib * GIB * (1 - MARGIN)
 
 
 def spans_hosts(config: Config, world: int, host: int) -> bool:
-    """Return whether expert-parallel ranks, which are neighbours, are on several hosts."""
+    """Return whether an expert-parallel group, which has consecutive ranks, is on several hosts of `host` GPUs."""
     return world > host and host % config.parallelism.expert_parallel_degree != 0
 
 
@@ -77,15 +78,15 @@ class Memory:
 
     Attributes:
         parameters: this rank's shard in float32.
-        gradients: of the same shard in float32; where they follow activations, those there are at the worst moment.
-        optimizer: its state, and the average of the weights.
-        gathered_weights: in the compute dtype at the worst moment, or the place that a head has left.
+        gradients: of this shard in float32; with `MemoryModel.gradients_follow`, those that exist at the peak.
+        optimizer: the optimizer's state, and the average of the weights.
+        gathered_weights: weights that FSDP has gathered in the compute dtype, or unused memory of the freed head.
         communication: FSDP's buffers.
-        activations: what the save-list keeps, in all blocks.
-        logits: in the compute dtype; 0 if the worst moment is not in the head.
-        working_set: of the worst moment alone: casts and gradients of the head, or recomputation and gradients of a
-            block.
-        slack: of the allocator; with holes, where gradients follow activations.
+        activations: kept by the save-list, in the blocks whose backward is not done.
+        logits: in the compute dtype; 0 if the peak is not in the head.
+        working_set: temporary tensors at the peak: casts and gradients of the head, or recomputed activations and
+            gradients of a block.
+        slack: memory that the allocator reserves but does not use, holes between gradients included.
     """
 
     parameters: int
@@ -100,39 +101,39 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return their sum."""
+        """Return the sum of all categories."""
         return sum(self.categories().values())
 
     def categories(self) -> dict[str, int]:
-        """Return the bytes by category, with its name in words."""
+        """Return the bytes of each category, by its name in words."""
         return {f.name.replace("_", " "): getattr(self, f.name) for f in fields(self)}
 
 
 class MemoryModel:
-    """Predicts the peak of one run under any save-list.
+    """Predicts the peak of a run's memory on one rank, under any save-list.
 
     Args:
-        config, dims, float8, rules: of the run.
+        config, dims, float8, rules: the run's config, model dimensions, float8 recipe and optimizer recipe.
         world: number of processes.
-        model: the trainer's; None: `traced_run` makes one.
+        model: the trainer's; None: `traced_run` builds one.
         host: GPUs of one host; None: `GPUS_OF_A_HOST`.
 
     Attributes:
-        run: the rank's model, traced.
-        shards: ranks that FSDP splits each parameter over, in `replicas` groups; `expert_shards` those of the experts
-            of an expert-parallel rank.
-        block: elements of the largest block on a rank before FSDP splits them, without its shared-out `experts`;
-            `embedding` with positions, `head` with the final norm; `parameters` of all, of which FSDP leaves `shard`.
-        experts_are_reduced: whether other ranks have gradients of the same experts, where these are shared out.
-        copy_engines: whether they gather and reduce blocks, as far as the config says.
-        gathered_block: bytes as FSDP gathers them; `gathered_experts` and `gathered_head` likewise.
-        alone: whether there is nobody to reduce gradients with.
-        gradients_follow: whether gradients are made among activations, which are freed meanwhile: not where they are
-            there already in the next micro-step, nor where their sum is widened on the stream that makes it.
+        run: the traced model of the rank.
+        shards: number of ranks over which FSDP splits each parameter, in each of `replicas` groups; `expert_shards` for
+            the experts of an expert-parallel rank.
+        block: elements of the largest block on a rank before FSDP splits it, without `experts` that ranks share out;
+            `embedding` with positions, `head` with the final norm, `parameters` of all; `shard`: elements after.
+        experts_are_reduced: whether other ranks hold the same experts, so that gradients of experts are reduced.
+        copy_engines: whether copy engines gather and reduce blocks, as far as the config determines.
+        gathered_block: bytes of a block as FSDP gathers it; `gathered_experts` and `gathered_head` likewise.
+        alone: whether this is the only data-parallel rank, so that gradients are not reduced.
+        gradients_follow: whether gradients are allocated in the memory of activations that backward frees. False if
+            they exist before, from an earlier micro-step, or if the reducing stream widens them.
         blocks_stay: whether gathered blocks, and an embedding with a unit of its own, are held until backward.
-        ends_freed: whether the head, or a tied embedding, is freed after forward.
-        reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's.
-        optimizer: what the update keeps, sends and computes.
+        ends_freed: whether the gathered head, or a tied embedding, is freed after forward.
+        reduced: bytes of an element of a gradient during its reduction; `reduced_block` for gradients of blocks.
+        optimizer: the work of the optimizer's update.
     """
 
     def __init__(
@@ -177,45 +178,45 @@ class MemoryModel:
 
     @property
     def symmetric_memory(self) -> int:
-        """Return the bytes that other ranks write into: two gathered blocks and the gradients of one, and tokens."""
+        """Return the bytes of symmetric memory: two gathered blocks, a block's gradients, and exchanged tokens."""
         of_blocks = 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
         received, ranks = max((block.most_exchanged for block in self.run.blocks), default=0), self.run.expert_parallel
         in_place = ranks > 1 and not self.run.exchange_by_nccl
         return of_blocks + (received * ranks // (ranks - 1) if in_place else 0)
 
     def peak_under(self, save_list: SaveList) -> Memory:
-        """Predict the peak of a save-list.
+        """Predict the peak of memory under a save-list.
 
         Raises:
-            RecipeError: as of `block_costs`.
+            RecipeError: as `block_costs`.
         """
         return self.peak(block_costs(self.run, save_list))
 
     def peak(self, blocks: Sequence[BlockCost]) -> Memory:
-        """Predict the peak, by what each block keeps and computes again, in the order in which they run."""
+        """Predict the peak of memory from the cost of each block, in the order in which the blocks run."""
         shard, e, n = self.shard, self.run.itemsize, len(blocks)
         held, tied = sum(block.held for block in blocks), self.dims.tied_embeddings
         head, block = self.gathered_head, self.gathered_block + self.gathered_experts
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
-        of_head = 0 if tied else 4 * self.head // self.shards  # a tied gradient is whole once the embedding's is added
+        of_head = 0 if tied else 4 * self.head // self.shards  # a tied one is added after the blocks
 
         def gradients(blocks_done: int) -> tuple[int, int]:
-            """Return the bytes of gradients after so many blocks of backward, and of the holes between them."""
+            """Return the bytes of gradients after the backward of some blocks, and of the holes between them."""
             of_blocks = 4 * blocks_done * self.block // self.shards
             of_blocks += 4 * blocks_done * self.experts // self.expert_shards
             share = HOLES if self.alone else HOLES_OF_SHARDS
             return (of_head + of_blocks, int(share * of_blocks)) if self.gradients_follow else (4 * shard, 0)
 
-        # The moments of backward that may be the worst, as (gathered weights, communication, gradients, holes,
-        # activations, logits, the rest).
+        # The moments of backward at which the peak may be, as (gathered weights, communication, gradients, holes,
+        # activations, logits, working set).
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
         left = held
-        of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
+        of_ends = head if tied else 0  # a tied head stays gathered until the end, and so does its gradient
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
         of_block += self.reduced * self.experts if self.experts_are_reduced else 0
-        before = 0 if tied else reduced * self.head  # of the unit before, it is there until that of the next is
-        kinds = {id(block): block for block in self.run.blocks}  # those that are alike share one
+        before = 0 if tied else reduced * self.head  # a unit's buffer is freed after the next is made
+        kinds = {id(block): block for block in self.run.blocks}  # blocks that are alike share one trace
         kept = {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
         for done, cost in enumerate(reversed(blocks)):
             traced = self.run.blocks[n - 1 - done]
@@ -223,13 +224,13 @@ class MemoryModel:
             again = max(0, kept[id(traced)] - cost.held)
             moments.append((weights, of_ends + before, *gradients(done), left, 0, again + self._in_block(n - 1 - done)))
             left, before = left - cost.held, of_block
-        if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced
+        if not tied:  # even if FSDP has freed the gathered head: the reduced gradient does not fit into its memory
             own = e * self.head + e * self.run.tokens * self.dims.dim
             moments.append((stays + embedding + head, reduced * self.head, *gradients(0), held, 0, own))
         last, as_it_came = reduced * self.embedding, e * self.embedding
         holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
         moments.append((as_it_came if self.alone else 0, last, 4 * shard, holes, 0, 0, as_it_came))
-        if self.optimizer.buffers:  # of the update, where activations were
+        if self.optimizer.buffers:  # the update's, in memory of freed activations
             moments.append((0, 0, 4 * shard, gradients(n)[1], 0, 0, self.optimizer.buffers))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
@@ -245,21 +246,21 @@ class MemoryModel:
         )
 
     def _gathering(self) -> int:
-        """Return the bytes of FSDP's flat buffers: a unit under way, this rank's shard of it, and the unit before."""
+        """Return the bytes of FSDP's gather buffers: the unit being gathered, its shard on this rank, the last unit."""
         if self.shards == 1:
             return 0
-        e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # or in symmetric memory
+        e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # else symmetric
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.dims.tied_embeddings else [(block, head)]
-        of_experts = self.gathered_experts if self.expert_shards > 1 else 0  # one on its way, and one before
+        of_experts = self.gathered_experts if self.expert_shards > 1 else 0  # two units and a shard
         experts = 2 * of_experts + of_experts // self.expert_shards
         return max(before + unit + unit // self.shards for before, unit in order) + experts
 
     def _reducing(self) -> int:
-        """Return the bytes of reduced sums that are not yet gradients, where these add up or have another dtype.
+        """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients.
 
-        Replicas that are not sharded have a copy as well: FSDP divides, by 1, what it has not reduced among shards.
+        Replicas without shards hold another copy: FSDP divides their unreduced gradients by 1, into new memory.
         """
         if self.alone:
             return 0
@@ -271,13 +272,13 @@ class MemoryModel:
 
     @property
     def logits(self) -> int:
-        """Return the bytes of a rank's logits, which their gradient replaces; they are gone when blocks run."""
+        """Return the bytes of a rank's logits. Their gradient replaces them, and is freed before a block's backward."""
         return self.run.itemsize * self.run.tokens * self.dims.vocab_size // self.run.tensor_parallel
 
     def _loss(self) -> tuple[int, int]:
-        """Return the bytes of logits, and of what else the head's forward and backward have, which are not compiled.
+        """Return the bytes of logits, and of all other tensors at the peak of the head, which is not compiled.
 
-        Where a cast of its weight is the most of all, there are no logits yet.
+        If this peak is a cast of the head's weight in forward, there are no logits yet: 0.
         """
         assert self.run.head is not None  # noqa: S101
         forward, backward = self.run.head.peaks
@@ -288,6 +289,6 @@ class MemoryModel:
         return self.logits, max(backward - self.logits, self.run.head.saved + in_loss)
 
     def _in_block(self, n: int) -> int:
-        """Return the bytes that backward of a block has made at its widest, with the gradient that it is given."""
+        """Return the most bytes that backward of block `n` makes and holds at once, the incoming gradient included."""
         block = self.run.blocks[n]
         return block.widest_compiled if self.run.compiled else block.widest

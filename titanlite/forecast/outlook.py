@@ -1,4 +1,4 @@
-"""Say of a run of a given speed what share of the device it uses, what it trains on in a day, and when it is done."""
+"""Predict from a run's speed its share of the device's peak FLOPs, its tokens per day, and how long it takes."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ class Outlook:
     """The speed and length of a run.
 
     Attributes:
-        tokens_per_second: of each device.
-        mfu: as metrics.jsonl counts it.
-        tokens_per_day: of all devices.
-        days: without validation and saving.
+        tokens_per_second: per device.
+        mfu: model FLOPs utilisation, counted as in metrics.jsonl.
+        tokens_per_day: of all devices together.
+        days: duration of the run, without validation and saving.
     """
 
     tokens_per_second: float
@@ -31,14 +31,14 @@ class Outlook:
 
     @property
     def lasts(self) -> str:
-        """Return the time that the run takes, in words."""
+        """Return the duration of the run in words."""
         if self.days >= 1:
             return f"{self.days:,.1f} days"
         return f"{24 * self.days:,.1f} hours" if self.days >= 1 / 24 else f"{1440 * self.days:,.1f} minutes"
 
 
 def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None = None) -> float:
-    """Count the FLOPs of a training step, per token; `attended` None: of plain causal attention."""
+    """Return the FLOPs of a training step per token. `attended` None: attention is causal, without document masks."""
     seq_len = config.training.seq_len
     model = build_model(config.model, dims, seq_len)
     lengths = attended.lengths if attended else np.array([seq_len])
@@ -46,7 +46,7 @@ def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None 
 
 
 def outlook(config: Config, flops: float, world: int, tokens_per_second: float, peak: float) -> Outlook:
-    """Predict how long a run takes, by the FLOPs of a token, and by speed and peak FLOPs per second of each device."""
+    """Predict a run's duration. `flops`: of one token; `tokens_per_second` and `peak`, FLOPs per second: per device."""
     training = config.training
     at_once = training.local_batch_size * data_ranks(config, world)
     step = (training.global_batch_size or at_once) * training.seq_len
@@ -60,7 +60,7 @@ def outlook(config: Config, flops: float, world: int, tokens_per_second: float, 
 
 
 def large(n: float) -> str:
-    """Write a number with three digits: `1.71 million`, `160 billion`."""
+    """Write a number with three significant digits and a word for its size: `1.71 million`, `160 billion`."""
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if n >= unit:
             return f"{n / unit:.3g} {name}"

@@ -1,6 +1,6 @@
-"""Search configs: for the fastest layout, batch and save-list of a new run, and for changes with which a run fits.
+"""Search for the fastest layout, batch and save-list of a new run, or for changes that make a run fit into memory.
 
-A candidate is checked as any config is, and priced by `memory.py` and `step_time.py`.
+A candidate is checked as any config is; `memory.py` and `step_time.py` predict its memory and speed.
 """
 
 import math
@@ -29,22 +29,22 @@ LEAST = SaveList("", "recompute")
 """The save-list that keeps least: only the input of each block."""
 
 RESERVE_GIB = 3.0
-"""Memory that CUDA, NCCL and libraries take of a GPU, which no forecast counts: a few GiB, as `memory.py` says."""
+"""Memory of a GPU that CUDA, NCCL and libraries take, and that no prediction counts (see `memory.py`)."""
 
-_NEARLY = 0.99  # of the fastest: as fast; forecasts are no more exact than that
-_WORTH = 1.02  # against a list with a name: worth one that is made when the run starts
+_NEARLY = 0.99  # share of the fastest speed that counts as equally fast: predictions are no more exact
+_WORTH = 1.02  # speed-up over the best named save-list from which on `auto` is worth its time at the start
 _DEGREES, _AT_A_TIME = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts that all candidates of a search share; not said here are those of `MemoryModel`.
+    """The facts that all candidates of a search share. `MemoryModel` describes the other attributes.
 
     Attributes:
         rates: of the device; None: speeds are not predicted.
-        attended: as of `StepTimeModel`.
-        of_device: whether a limit is a device's; False: `budget_gib`, which is of the peak alone.
+        attended: share of causal attention within documents, as in `StepTimeModel`.
+        of_device: whether a memory limit includes symmetric memory; False: it is `budget_gib`, for the peak alone.
     """
 
     dims: ModelDims
@@ -58,13 +58,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config that a run could have. Its memory and speed are predicted when they are asked for.
+    """A config that a run could have. Its memory and speed are predicted on first use.
 
     Attributes:
-        config: with a layout, a batch and a save-list.
+        config: the run's, with this candidate's layout, batch and save-list.
         save_list: None: `auto` chooses it within the budget of `config`.
-        flag: that makes this config of the run `beside`, to paste behind a command.
-        budget_gib: memory of the device; None: the rates', without `RESERVE_GIB`.
+        flag: command-line flags that turn the config of the run `beside` into this one.
+        budget_gib: memory of the device; None: that of the rates' device, less `RESERVE_GIB`.
     """
 
     setting: Setting
@@ -81,14 +81,14 @@ class Candidate:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """Predict memory; raise a `ConfigError` if no run can have the config."""
+        """Return the model of the run's memory; raise ConfigError if the config is invalid."""
         of = self.setting
         check_config(self.config, of.dims, self.world)
         return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, host=of.host)
 
     @cached_property
     def time(self) -> StepTimeModel | None:
-        """Return the step time model; None where no rates are known."""
+        """Return the model of the run's step time; None if no rates are known."""
         rates = self.setting.rates
         if rates is None or no_rates_reason(self.memory) is not None:
             return None
@@ -96,7 +96,7 @@ class Candidate:
 
     @cached_property
     def _list(self) -> SaveList | None:
-        """Return the save-list, or the choice of `auto` by these rates; None where no rates are known."""
+        """Return the save-list, or the choice of `auto` by the measured rates; None if these are not known."""
         budget = self.config.activation_checkpoint.budget_gib
         if self.save_list is None and self.time is not None and budget is not None:
             return choose(self.memory, self.time.times(), budget).save_list
@@ -104,10 +104,10 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        """Return the predicted bytes of the peak; of a change to `auto`, which chooses by a run's times, the budget.
+        """Return the predicted bytes of the peak. For a change to `auto`, which will time the run itself: the budget.
 
         Raises:
-            ConfigError: as of `memory`; or the save-list has no price.
+            ConfigError: the config is invalid, or the cost of the save-list cannot be predicted.
         """
         if self._list is None or (self.save_list is None and self.beside is not None):
             return int((self.config.activation_checkpoint.budget_gib or 0.0) * GIB)
@@ -120,17 +120,17 @@ class Candidate:
 
     @property
     def needed(self) -> int:
-        """Return the bytes that are held against a limit."""
+        """Return the bytes to compare with a limit: on the GPU, or of the peak alone (`Setting.of_device`)."""
         return self.on_device if self.setting.of_device else self.peak
 
     @property
     def frees(self) -> int:
-        """Return the bytes that the flag saves."""
+        """Return the bytes that the flag saves compared with the run `beside`; 0 without one."""
         return self.beside.needed - self.needed if self.beside else 0
 
     @cached_property
     def tokens_per_second(self) -> float:
-        """Predict the speed of a GPU; 0: not known, also where copy engines come or go, as their gain is not known."""
+        """Predict the tokens per second of a GPU; 0: unknown, also if the change switches copy engines on or off."""
         if self.time is None or self._list is None:
             return 0.0
         if self.beside is not None and self.beside.memory.copy_engines != self.memory.copy_engines:
@@ -139,7 +139,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Return whether the device has the memory."""
+        """Return whether the run fits into the device's memory, less a margin for the prediction."""
         rates = self.setting.rates
         budget = rates.device_gib - RESERVE_GIB if self.budget_gib is None and rates else self.budget_gib
         return budget is None or self.on_device <= usable(budget)
@@ -156,7 +156,7 @@ class Candidate:
 
     @property
     def at_a_time(self) -> int:
-        """Return the sequences of a micro-step."""
+        """Return the sequences of a micro-step on a data-parallel rank."""
         return self.config.training.local_batch_size
 
     @property
@@ -165,31 +165,31 @@ class Candidate:
         return self.config.activation_checkpoint.recipe
 
     def changed(self, section: str, key: str, value: Any) -> "Candidate":
-        """Return a candidate that differs in a key."""
+        """Return this candidate with another value of one config key, and with the flag for it."""
         config = replace(self.config, **{section: replace(getattr(self.config, section), **{key: value})})
         flag = f"{self.flag} --{section}.{key} {value}".lstrip()
         return replace(self, config=config, flag=flag, beside=self.beside or self)
 
     def keeping(self, name: str, save_list: SaveList | None, budget_gib: float | None = None) -> "Candidate":
-        """Return a candidate with another save-list."""
+        """Return this candidate with the save-list called `name`; None: `auto` chooses it within `budget_gib`."""
         kept = replace(self.config.activation_checkpoint, recipe=name, budget_gib=budget_gib)
         found = replace(self, config=replace(self.config, activation_checkpoint=kept), save_list=save_list)
-        vars(found).update({key: vars(self)[key] for key in ("memory", "time") if key in vars(self)})  # of any list
+        vars(found).update({key: vars(self)[key] for key in ("memory", "time") if key in vars(self)})  # for any list
         return found
 
 
 def optimizer_rules(config: Config) -> OptimizerRecipe:
-    """Load the optimizer's recipe of a config that is being chosen."""
+    """Load the optimizer recipe that a config names."""
     return recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs)
 
 
 def gpu_candidates(base: Candidate) -> list[Candidate]:
-    """Return what a new run could be on GPUs whose rates are known.
+    """Return the candidates for a new run on GPUs whose rates are known.
 
-    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch,
-    every shipped save-list, and the list that `auto` would make.
+    Every tensor-parallel degree within a host is combined with every micro-batch and shipped save-list, and with the
+    list that `auto` would make if that may be faster. A mixture of experts also gets every expert-parallel degree.
 
-    `base` is without layout and save-list; its global batch is aimed at.
+    `base` has no layout and save-list yet; its global batch is the target.
     """
     layouts = list(_layouts_of(base, base.setting.host))
     for _, alike in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
@@ -199,7 +199,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
     fastest = max((c.tokens_per_second for found in named for c in found if c.fits), default=0.0)
     made: list[Candidate] = []
     for layout, found in zip(layouts, named, strict=True):
-        # Keeping everything is faster than any list: no list is made where even that gains little.
+        # No list is faster than keeping everything, so `auto` is not tried where even this gains little.
         most = max((candidate.tokens_per_second for candidate in found), default=0.0)
         if any(candidate.fits for candidate in found) and most > _WORTH * fastest and base.setting.rates:
             of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.symmetric_memory / GIB
@@ -208,7 +208,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
 
 
 def candidates_of_layout(layout: Candidate) -> list[Candidate]:
-    """Return a layout with each shipped save-list that has a price; nothing where no rates are known."""
+    """Return a layout with each shipped save-list whose cost can be predicted; empty if no rates are known."""
     if layout.memory.run.no_trace_reason is not None or layout.time is None:
         return []
     lists = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
@@ -216,7 +216,8 @@ def candidates_of_layout(layout: Candidate) -> list[Candidate]:
 
 
 def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
-    """Return what a new run could be on a CPU, of which no rates are known, the preferred first."""
+    """Return the candidates for a new run on a CPU in order of preference: no rates are known. Half of `host_gib` is
+    left free."""
     base, lists = replace(base, budget_gib=host_gib / base.world / 2), ("none", "full")
     found = [
         layout.keeping(name, recipes.load("activation_checkpoint", name))
@@ -227,12 +228,15 @@ def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Choose the fastest candidate that fits; within a percent, by fewer tensor-parallel ranks, then by less memory."""
+    """Return the fastest candidate that fits, or None.
+
+    Among equally fast ones (`_NEARLY`) a lower tensor-parallel degree is preferred, then less memory.
+    """
     fitting = [candidate for candidate in candidates if candidate.fits]
     named = [candidate for candidate in fitting if candidate.recipe != recipes.AUTO]
     if not named:
         return None
-    if not named[0].tokens_per_second:  # in their order
+    if not named[0].tokens_per_second:  # unknown: the first is preferred
         return named[0]
     fastest = max(candidate.tokens_per_second for candidate in named)
     made = [candidate for candidate in fitting if candidate.tokens_per_second > _WORTH * fastest]
@@ -243,15 +247,18 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], object]) -> Mapping[object, Candidate]:
-    """Return the fastest candidate that fits for each value of a property; the smallest where none fits."""
+    """Return for each value of `key` the fastest candidate that fits, or the one with least memory if none fits."""
     found: dict[object, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.fits, c.tokens_per_second if c.fits else -c.on_device)):
         found[key(candidate)] = candidate
-    return {key(candidate): found[key(candidate)] for candidate in candidates}  # in their order
+    return {key(candidate): found[key(candidate)] for candidate in candidates}  # in the given order
 
 
 def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
-    """Yield every possible layout and micro-batch, with the global batch nearest to the wanted one."""
+    """Yield every possible layout and micro-batch, with the global batch nearest to that of `base`.
+
+    `most` is the largest tensor- or expert-parallel degree.
+    """
     config, wanted = base.config, base.config.training.global_batch_size or 1
     degrees = [(degree, 1) for degree in _DEGREES]
     degrees += [(1, experts) for experts in _DEGREES[1:]] if base.setting.dims.experts is not None else []
@@ -280,14 +287,14 @@ def changes_that_fit(
     rates: Rates | None = None,
     attended: AttendedShare | None = None,
 ) -> list[Candidate]:
-    """Return up to three changes with which a run would fit: one of each kind before a second, two at once if need be.
+    """Return up to three changes with which a run would fit into `limit` bytes.
 
-    Kinds are another save-list, another layout (with the global batch of before), and a smaller batch, which may change
-    what is trained; of each, the fastest comes first, or else the one that keeps most. Where rates are known, the three
-    are sorted by speed, changes of what is trained last.
+    There are three kinds: another save-list, another layout with the same global batch, and a smaller batch, which may
+    change the result of training. One change of each kind comes before a second one; if none suffices, two are
+    combined. Within a kind the fastest comes first, or without speeds the one that uses most memory. If rates are
+    known, the three are sorted by speed, and those with another global batch come last.
 
-    The save-list is the run's, and has a price; `limit` is bytes of the peak and of symmetric memory; the rest is as of
-    `Setting`.
+    The cost of `save_list`, the run's, must be predictable. `Setting` describes the other arguments.
     """
     setting = Setting(model.dims, model.float8, model.rules, rates, attended, model.host, of_device)
     run = Candidate(setting, model.world, model.config, save_list)
@@ -318,10 +325,10 @@ def changes_that_fit(
 
 
 def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:
-    """Double the processes until the run fits; return the flags, or None if a thousand times as many are not enough.
+    """Double the number of processes until the run fits; return the flags, or None if 1024 times as many do not fit.
 
-    `limit` is bytes of the peak and of symmetric memory. With `and_changes` each number of processes is also tried with
-    less kept, then with one sequence at a time, then with both and in other layouts.
+    `limit` is in bytes, for the peak and symmetric memory together. With `and_changes` each number of processes is also
+    tried with the least save-list, with one sequence per micro-step, with both, and in other layouts.
     """
     setting = Setting(model.dims, model.float8, model.rules, host=model.host)
     run = Candidate(setting, model.world, model.config, save_list)
@@ -334,10 +341,10 @@ def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, an
 
 
 def check_budget(model: MemoryModel, origin: Origin) -> None:
-    """Refuse a budget that is exceeded even where everything is computed again.
+    """Refuse an `activation_checkpoint.budget_gib` that is exceeded even if blocks keep only their input.
 
     Raises:
-        ConfigError: with the place of the key in `origin`.
+        ConfigError: the budget is too small; `origin` gives the file and line of the key.
     """
     budget = model.config.activation_checkpoint.budget_gib
     if budget is None:
@@ -359,7 +366,7 @@ def check_budget(model: MemoryModel, origin: Origin) -> None:
 
 
 def _is_possible(candidate: Candidate) -> bool:
-    """Return whether a run can have the config, and its peak can be predicted."""
+    """Return whether a candidate's config is valid, and its peak can be predicted."""
     try:
         check_config(candidate.config, candidate.setting.dims, candidate.world)
         return candidate.save_list is None or candidate.peak > 0
@@ -368,13 +375,13 @@ def _is_possible(candidate: Candidate) -> bool:
 
 
 def _fastest_first(others: list[Candidate], unknown: float) -> list[Candidate]:
-    """Sort by speed (`unknown` where it is not known); within a percent the order stays, as forecasts are not exact."""
+    """Sort by speed, by `unknown` if none is predicted. Keep the order within a percent: predictions are not exact."""
     fastest = max((other.tokens_per_second or unknown for other in others), default=0.0) or 1.0
     return sorted(others, key=lambda other: -round(100 * (other.tokens_per_second or unknown) / fastest))
 
 
 def _with_less(run: Candidate) -> Iterator[Candidate]:
-    """Yield the run with the list that keeps least, with one sequence at a time, with both, then in other layouts."""
+    """Yield the run with the least save-list, with one sequence per micro-step, with both, then in other layouts."""
     has_budget, is_many = run.config.activation_checkpoint.budget_gib is not None, run.at_a_time > 1
 
     def in_full(one: Candidate) -> Candidate:
@@ -389,20 +396,20 @@ def _with_less(run: Candidate) -> Iterator[Candidate]:
 
 
 def _save_lists(run: Candidate) -> Iterator[Candidate]:
-    """Yield the run with every other save-list; none where the list is chosen within a budget."""
+    """Yield the run with every save-list that can be loaded; nothing if `auto` chooses the list within a budget."""
     if run.config.activation_checkpoint.budget_gib is not None:
         return
     for name in recipes.names("activation_checkpoint", run.config.job.recipe_dirs):
         try:
             other = recipes.load("activation_checkpoint", name, run.config.job.recipe_dirs)
-        except RecipeError:  # of a list that the run does not use
+        except RecipeError:  # in a list that the run does not use
             continue
         yield replace(run.changed("activation_checkpoint", "recipe", name), save_list=other)
 
 
 def _layouts(run: Candidate, sequences: int | None) -> Iterator[Candidate]:
-    """Yield the run without copy engines, with more tensor- or context-parallel ranks and as many sequences a step,
-    with fewer replicas, with weights freed after forward, and with other expert-parallel degrees."""
+    """Yield the run without copy engines, with more tensor- or context-parallel ranks and a global batch of `sequences`
+    (None: the config's), with fewer replicas, with weights freed after forward, with other expert-parallel degrees."""
     mesh = run.config.parallelism
 
     def with_degree(axis: str, degree: int) -> Candidate:
@@ -416,7 +423,7 @@ def _layouts(run: Candidate, sequences: int | None) -> Iterator[Candidate]:
         yield run.changed("parallelism", "fsdp_copy_engines", "never")
     for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
         yield keeping_the_step(with_degree("tensor_parallel", degree))
-    for degree in (2, 4, 8) if run.at_a_time == 1 else ():  # else fewer sequences at a time do it
+    for degree in (2, 4, 8) if run.at_a_time == 1 else ():  # else a smaller micro-batch does as much
         if degree > mesh.context_parallel_degree:
             yield keeping_the_step(with_degree("context_parallel", degree))
     for degree in range(1, mesh.data_parallel_replicate_degree):
@@ -428,11 +435,11 @@ def _layouts(run: Candidate, sequences: int | None) -> Iterator[Candidate]:
 
 
 def _over_the_others(run: Candidate) -> Candidate:
-    """Set data_parallel_shard_degree to -1, so that FSDP takes all remaining ranks."""
+    """Set data_parallel_shard_degree to -1, so that FSDP shards over all remaining ranks."""
     is_free = run.config.parallelism.data_parallel_shard_degree == -1
     return run if is_free else run.changed("parallelism", "data_parallel_shard_degree", -1)
 
 
 def _batches(run: Candidate) -> Iterator[Candidate]:
-    """Yield the run with fewer sequences at a time."""
+    """Yield the run with each smaller micro-batch."""
     return (run.changed("training", "local_batch_size", n) for n in range(1, run.at_a_time))

@@ -1,20 +1,20 @@
-"""How long a step takes, by class of work, from the traced blocks and measured rates (`device_specs.py`).
+"""Predict the time of a step, by class of work, from the traced blocks and measured rates (`device_specs.py`).
 
-    matmul           the three products of each linear layer, forward and backward
-    attention        forward, the causal half of two products, or what documents leave of it; backward two and a half
-                     times that
+    matmul           the three products of each linear layer: one in forward, two in backward
+    attention        forward: the causal half of two products, or the part of it within documents; backward: two and a
+                     half times as much
     elementwise      bytes of norms, RoPE, gates, the loss and casts to float8, each read and written once a pass
-    recomputation    what the save-list does not keep, once more
-    tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
-                     both take beyond that matmul; those of expert parallelism, with the passes over what arrives;
-                     keys and values of context-parallel ranks, by NCCL, with the passes around them
+    recomputation    operations whose results the save-list does not keep, computed again
+    tokens           collectives of tensor parallelism; of one fused with its matmul, only the time beyond that matmul.
+                     Collectives of expert parallelism, with the passes over received rows. The exchange of keys and
+                     values by NCCL among context-parallel ranks, with the passes around it
     weights          casts and copies around FSDP's collectives
-    fsdp             collectives in the open: the first gathers, the last reduction, and in each block what is longer
-                     than its compute
+    fsdp             collectives that compute does not hide: the first gathers, the last reduction, and in each block
+                     the excess over its compute
     optimizer        the update with clipping, once a step (`update_time.py`)
 
-Rates, no simulation: kernels are as fast in a small shape as in a large one, and nothing waits for the host.
-Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
+Nothing is simulated: kernels are assumed to be as fast in a small shape as in a large one, and never to wait for the
+host. Compared with measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
 import math
@@ -40,7 +40,7 @@ from titanlite.sharding.sent_bytes import sent_bytes
 
 _T, _G = 1e12, 1e9
 _GROUPED = (*CLASSES["experts"], *ops.GRADIENTS_OF_EXPERTS)
-_MICRO_BATCHES = 4  # whose documents are looked at
+_MICRO_BATCHES = 4  # most micro-batches whose documents are read
 _PRODUCTS = (*CLASSES["matmul"], *_GROUPED)
 
 
@@ -49,11 +49,11 @@ class Unit:
     """The weights that FSDP gathers at once.
 
     Attributes:
-        elements: on a tensor-parallel rank.
-        gathered_bytes: as they travel, with the scales of float8.
-        gathers: in a micro-step.
-        reduced: bytes of an element of a gradient on its way to the rank that sums it; replicas add these sums.
-        shards: ranks that split it.
+        elements: their number on a tensor-parallel rank, before FSDP splits them.
+        gathered_bytes: bytes of all shards as they are sent, with the scales of float8.
+        gathers: number of all-gathers in a micro-step.
+        reduced: bytes of an element of a gradient in the reduce-scatter among shards.
+        shards: number of ranks that split the unit.
     """
 
     elements: int
@@ -64,9 +64,10 @@ class Unit:
 
 
 def units(memory: MemoryModel) -> list[list[Unit]]:
-    """Return FSDP's units in the order of forward: the embedding or all but the blocks, those of each block, the head.
+    """Return FSDP's units in the order of forward: the embedding, those of each block, the head.
 
-    Experts that ranks share out are a unit of their own, the second of their block.
+    With tied weights the first unit is all weights outside of blocks, and there is none for the head. Experts that
+    ranks share out are the second unit of their block.
     """
     run, ends_stay = memory.run, not memory.ends_freed
 
@@ -88,7 +89,7 @@ def units(memory: MemoryModel) -> list[list[Unit]]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of one step on one rank, by class of work: see this module's docstring."""
+    """Milliseconds of one step on one rank, by class of work. This module's docstring describes the classes."""
 
     matmul: float
     attention: float
@@ -101,7 +102,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Return their sum."""
+        """Return the sum of all classes."""
         return sum(self.categories().values())
 
     def categories(self) -> dict[str, float]:
@@ -110,8 +111,8 @@ class StepTime:
 
 
 def _uneven_split(run: TracedRun, attended: AttendedShare | None) -> tuple[float, dict[int, float]]:
-    """Return, for the busiest context-parallel rank, its attention over the mean, and by window the share of keys
-    that it gets or sends."""
+    """Return the attention work of the busiest context-parallel rank over the mean, and by window the largest share of
+    all keys that a rank receives or sends."""
     ranks, windows = run.context_parallel, sorted({0, *(window for block in run.blocks for window in block.windows)})
     if ranks == 1:
         return 1.0, {}
@@ -123,9 +124,9 @@ def _uneven_split(run: TracedRun, attended: AttendedShare | None) -> tuple[float
 
 
 class StepTimeModel:
-    """Predicts the time of a step under any save-list, of a run that `no_rates_reason` has nothing against.
+    """Predicts the time of a step under any save-list, for a run that `no_rates_reason` accepts.
 
-    `attended` is the share of causal attention within documents; None: all of it.
+    `attended` is the share of causal attention within documents; None: documents are not masked.
     """
 
     def __init__(self, memory: MemoryModel, rates: Rates, attended: AttendedShare | None = None) -> None:
@@ -133,14 +134,14 @@ class StepTimeModel:
         self._busiest, self._keys_of_others = _uneven_split(memory.run, attended)
 
     def times(self) -> RecomputeTimes:
-        """Predict the seconds to compute parts of a block again, for `choose_save_list.choose`."""
+        """Predict the seconds to recompute each expensive activation, and a block's elementwise work."""
         found = {a: self._seconds(a, forward=True) for listed in expensive(self.run).values() for a in listed}
         first = self.run.blocks[0]
         of_dispatch = sum(each.moved for each in first.forward if each.op in (ops.GATHER_ROWS, ops.SPREAD_ROWS))
         return RecomputeTimes(found, (first.elementwise[0] - of_dispatch) / self.rates.memory / _G)
 
     def step(self, blocks: Sequence[BlockCost]) -> StepTime:
-        """Predict the time of a step, by what each block keeps and computes again."""
+        """Predict the time of a step from the cost of each block under a save-list."""
         n, run, memory, rates = len(blocks), self.run, self.memory, self.rates
         assert run.head is not None  # noqa: S101
         times = self.times()
@@ -162,7 +163,7 @@ class StepTimeModel:
         return StepTime(**of_step, optimizer=self.update().total)
 
     def key_exchange(self, blocks: Sequence[BlockCost]) -> float:
-        """Predict the milliseconds of a step that context-parallel ranks take to exchange keys, repeats included."""
+        """Predict the milliseconds of a step for context-parallel ranks to exchange keys, recomputation included."""
         forward = [each for block in self.run.blocks for each in block.forward]
         seconds = sum(self._key_exchange(each, way) for each in forward for way in (True, False))
         seconds += sum(self._key_exchange(each, forward=True) for block in blocks for each in block.recomputed)
@@ -173,12 +174,12 @@ class StepTimeModel:
         return update_time(self.memory.optimizer, self.rates)
 
     def tokens_per_second(self, time: StepTime) -> float:
-        """Return the tokens a second and GPU of a step of this time."""
+        """Return the tokens per second and GPU if a step takes this time."""
         tokens = self.run.tokens * self.memory.micro_steps / self.run.tensor_parallel
         return tokens / time.total * 1e3
 
     def _work(self, block: TracedBlock) -> tuple[float, float, float]:
-        """Return the seconds of matmuls, of attention, and of what collectives add to their matmuls."""
+        """Return a block's seconds of matmuls, of attention, and of exchanges of tokens that no fused matmul hides."""
         matmul = attention = tokens = 0.0
         for operations, forward in ((block.forward, True), (block.backward, False)):
             for each in operations:
@@ -203,7 +204,7 @@ class StepTimeModel:
         if in_place:
             rate = self.rates.exchange[each.op in ops.TO_OWNERS]
         wire = each.received / rate / _G
-        if in_place and each.op not in ops.TO_OWNERS:  # what has come is copied out; what stays, beside it
+        if in_place and each.op not in ops.TO_OWNERS:  # received rows are copied out, own ones beside that
             return wire + 2 * each.received / self.rates.memory / _G
         if each.op in CLASSES["dispatch"] or each.op in ops.EXCHANGES:
             return wire + (each.moved - each.received) / self.rates.memory / _G
@@ -212,10 +213,11 @@ class StepTimeModel:
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
 
     def _key_exchange(self, each: Operation | Activation, forward: bool) -> float:
-        """Return the seconds that the busiest rank exchanges keys and values around attention.
+        """Return the seconds in which the busiest rank exchanges keys and values around attention.
 
-        The whole keys are zeros first, into which the rank's own and others' are copied. Backward does this again,
-        sends others' gradients back, joins both gradients, and adds up what came in float32.
+        A buffer for all keys is filled with zeros, and the rank's own and the received keys are copied into it.
+        Backward repeats this, joins the gradients of keys and values, sends those of received keys to their owners,
+        and adds up the received gradients in float32.
         """
         if each.op != ops.CONTEXT_ATTENTION:
             return 0.0
@@ -231,10 +233,10 @@ class StepTimeModel:
         """Return the busiest rank's FLOPs of attention within documents."""
         window = self._window(each)
         share = 1.0 if self.attended is None else self.attended.of(window)
-        return each.flops * share * (1.0 if window else self._busiest)  # with a window all ranks have as much
+        return each.flops * share * (1.0 if window else self._busiest)  # with a window all ranks do the same work
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
-        """Return the TFLOP/s of forward and backward."""
+        """Return the TFLOP/s of attention, forward and backward."""
         rates, width, is_whole = self.rates, self.memory.dims.head_width, self.attended is None
         tokens = self.memory.config.training.seq_len if is_whole else 0
         forward, backward = rates.attention_window if self._window(each) else rates.attention_of(width, tokens)
@@ -245,7 +247,7 @@ class StepTimeModel:
         return each.call[1][-1] if each.op in ops.OWN_ATTENTION else 0
 
     def _product(self, each: Operation | Activation, forward: bool) -> float:
-        """Return the seconds of a product alone."""
+        """Return the seconds of a matmul or a product of experts, without a collective that is fused with it."""
         rates = self.rates
         if each.op in _GROUPED:
             return each.flops / self._grouped_rate(each) / _T
@@ -256,16 +258,16 @@ class StepTimeModel:
         return each.flops / rate / _T
 
     def _grouped_rate(self, each: Operation | Activation) -> float:
-        """Return the TFLOP/s of a product of experts, whose number its offsets tell."""
+        """Return the TFLOP/s of a product of experts, by the mean number of rows of an expert."""
         args = each.call[1]
         (offsets,) = (shape for shape in args if isinstance(shape, Shape) and shape.dtype == torch.int32)
-        by_column = each.op == ops.GRADIENTS_OF_EXPERTS[1]  # of transposed operands
+        by_column = each.op == ops.GRADIENTS_OF_EXPERTS[1]  # operands are transposed
         rows = args[0].size[by_column] / self.run.expert_parallel / (offsets.size[0] - 1)
         fast = bool(args[-1]) if each.in_float8 else None
         return self.rates.grouped_of(rows, each.op in ops.GRADIENTS_OF_EXPERTS, fast)
 
     def _copied(self) -> float:
-        """Return the bytes of casting shards, and of copying gathered weights out and gradients in, in a micro-step."""
+        """Return the bytes moved in a micro-step by casts of shards and by copies from and to FSDP's flat buffers."""
         moved = (self.run.itemsize + self.memory.reduced) * self.memory.parameters
         for unit in chain.from_iterable(units(self.memory)):
             cast = (4 * unit.elements + unit.gathered_bytes) / unit.shards
@@ -273,7 +275,7 @@ class StepTimeModel:
         return moved
 
     def _fsdp(self, n: int, compute: float) -> float:
-        """Return the seconds of FSDP's collectives that so many seconds of compute a block do not hide."""
+        """Return the seconds of FSDP's collectives that are not hidden by `compute` seconds in each of `n` blocks."""
         memory, rate = self.memory, self.rates.fsdp * _G
         (embedding,), block, *_ = units(memory)
 

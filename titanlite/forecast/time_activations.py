@@ -1,8 +1,8 @@
-"""How long it takes to compute the parts of a block again, on this device and with this run's shapes and arithmetic.
+"""Time the recomputation of a block's activations on this device, with the run's shapes and dtypes.
 
-Each expensive operation of the trace is run by itself, on random operands of its shapes: a product by its own kernel, a
-collective among the same ranks. What is elementwise is what the whole forward takes beyond these. A second or two in
-all, and ten more to compile.
+Each expensive operation of the trace runs by itself, on random operands of its shapes: a product with its own kernel, a
+collective among the run's ranks. The time of elementwise work is that of a block's forward less the sum of these. All
+this takes a second or two, and ten more to compile.
 """
 
 import copy
@@ -33,10 +33,10 @@ _REPEATS = 5
 
 
 def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, device: torch.device) -> RecomputeTimes:
-    """Time the expensive operations of all kinds of blocks, and the rest of one block, each the median of five runs.
+    """Time the expensive operations of all kinds of blocks, and a block's elementwise work: medians of five runs.
 
-    Every rank calls it: collectives are among its parts. `block` is the first, on the meta device, split and in its
-    arithmetic; it is not changed. `context` are the ranks that share its tokens out, if they are several.
+    Every rank must call this, as it times collectives. `block` is the model's first block on the meta device, split for
+    this rank and converted to float8; it is not changed. `context` are the context-parallel ranks, if more than one.
     """
     sequences = context and sequences_of_samples(run.tokens * context.size, run.seq_len, context, device)
     listed = [activation for of_rule in expensive(run).values() for activation in of_rule]
@@ -54,7 +54,7 @@ def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, d
 
     parts = sum(found.get(a, 0.0) for a in activations(first))
     elementwise = max(_seconds(forward, device) - parts, 1e-9)
-    lowered.clear()  # they count what training runs
+    lowered.clear()  # this and the next count calls in training alone
     exchanged.clear()
     restart_peak(device)
     return RecomputeTimes(found, elementwise)
@@ -63,7 +63,7 @@ def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, d
 def _operation(
     activation: Activation, expert_ranks: int, device: torch.device, sequences: Sequences | None
 ) -> Callable[[], object]:
-    """Return the operation on random operands; attention to whole samples is by the kernel of this device."""
+    """Return a call of the operation on random operands; attention to whole samples uses this device's kernel."""
     args, kwargs = operands(activation, expert_ranks, device, sequences)
     if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
         attend, of = CausalAttention(), args[:3]
@@ -74,9 +74,9 @@ def _operation(
 def operands(
     activation: Activation, expert_ranks: int, device: torch.device, sequences: Sequences | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Make what an operation is given: random numbers, and indices as training has them in the mean.
+    """Make an operation's operands, (args, kwargs): random numbers, and indices like those of an average micro-step.
 
-    Of P = `expert_ranks` rows one is a token's; `sequences` are a context-parallel rank's.
+    One in P = `expert_ranks` rows of experts holds a token. `sequences` are those of a context-parallel rank.
     """
     _, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)
@@ -94,12 +94,12 @@ def operands(
 
 
 def _is_places(argument: object, op: str) -> bool:
-    """Return whether an argument has rows or slots, each once, and not choices of experts."""
+    """Return whether an argument is a tensor of row or slot numbers, each at most once, and not of chosen experts."""
     return _is_index(argument) and (argument.dim() == 1 or op not in ops.EXCHANGES)  # type: ignore[attr-defined]
 
 
 def _in_order(places: Tensor, expert_ranks: int) -> Tensor:
-    """Give the first rows one slot of P each, as many of each rank's tokens, and the others none."""
+    """Return the slots of rows: every P-th slot in order, then -1 (none), so that each rank's tokens get as many."""
     every = torch.arange(places.numel(), dtype=places.dtype, device=places.device) * expert_ranks
     return torch.where(every < places.numel(), every, -1).view_as(places)
 
@@ -133,7 +133,7 @@ def _random(shapes: Any, device: torch.device, sequences: Sequences | None = Non
 
 
 def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Copy a block with weights of its own: plain tensors, as FSDP leaves them for compute."""
+    """Copy a block to a device with random weights: plain tensors, like those that FSDP gathers for compute."""
     memo: dict[int, object] = {}
     for parameter in block.parameters():
         local = torch.empty(local_data(parameter).shape, device=device, dtype=dtype).normal_(0, 0.02)
@@ -144,7 +144,7 @@ def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a few runs, after two that compile and choose."""
+    """Return the median seconds of five runs, after two runs for compilation and choice of kernels."""
     for _ in range(2):
         action()
     return statistics.median(_time_once(action, device) for _ in range(_REPEATS))

@@ -1,8 +1,8 @@
-"""Trace a block: what it computes, forward and backward, read off one run of it on the meta device.
+"""Trace a block: record the operations of one forward and backward run on the meta device.
 
-A dispatch mode sees every operation below autograd, with the storages that it reads and makes: so what backward needs
-of forward, and what recomputing each result costs, is known of any block. Nothing is compiled or allocated: a block
-takes a tenth of a second. What is kept and recomputed under a save-list is in `activation_cost.py`.
+A dispatch mode sees every operation below autograd, with the storages that it reads and makes. This gives, for any
+block, the results of forward that backward needs, and the cost of recomputing each. Nothing is compiled or allocated: a
+block takes a tenth of a second. `activation_cost.py` derives the bytes and recomputation under a save-list.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _FUSIBLE = {"_to_copy", "copy", "clone", "cat", "stack", "slice_backward", "sele
 """Operations that compilers fuse with their neighbours though torch does not tag them as elementwise."""
 
 _IN_A_ROW = {"mean", "sum", "var_mean"}
-"""Reductions whose result is used while the row is at hand."""
+"""Reductions of a row whose result a kernel uses in the same pass over the row."""
 
 _REDUCTIONS = {*_IN_A_ROW, "amax", "max"}
 
@@ -39,12 +39,12 @@ _ALL_HERE = ExpertRanks()
 def trace(
     block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], experts: ExpertRanks = _ALL_HERE
 ) -> TracedBlock:
-    """Run a block forward and backward on the meta device.
+    """Run a block forward and backward on the meta device, and return its trace.
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
-        args: what it is given; tensors that have a gradient require one, and are cut off it; likewise `kwargs`.
-        experts: whose rows have room for the worst router: of P places of a product one in the mean is a token's.
+        args: the block's arguments, like `kwargs`. Tensors with a gradient require one; the trace detaches them.
+        experts: the expert-parallel ranks. Rows of experts have room for the worst routing: one in P holds a token.
     """
 
     def apart(tensor: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ def trace(
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors; of wrappers, the tensors inside."""
+    """Yield the tensors; for a wrapper subclass, the tensors inside it."""
     for tensor in tensors:
         inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()  # type: ignore[attr-defined]
         yield from (getattr(tensor, name) for name in inner) if inner else (tensor,)
 
 
 class _End(torch.autograd.Function):
-    """Ends a result: its gradient is made when backward begins, in the place of the result."""
+    """Ends forward without a loss: results can be freed, and backward begins with new tensors as their gradients."""
 
     @staticmethod
     def forward(ctx: Any, *outs: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class _End(torch.autograd.Function):
 
 
 class OneKernel(TorchFunctionMode):
-    """Attends by one kernel: on the meta device torch would take attention apart, which no GPU does."""
+    """Computes attention as one operation: on the meta device torch would decompose it, which no GPU does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -132,24 +132,24 @@ class OneKernel(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Lists operations by the storages that they read and make."""
+    """Records each operation, with the numbers of the storages that it reads and makes."""
 
     def __init__(self, itemsize: int, experts: ExpertRanks) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
-        self.seldom: dict[int, int] = {}  # rows of experts: places for one that is used
-        self.tokens: set[int] = set()  # values that depend on what the block is given
+        self.seldom: dict[int, int] = {}  # of rows of experts: rows per row in use
+        self.tokens: set[int] = set()  # values that depend on the block's input
         self.peak = self.widest = 0
-        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps its key
-        self._live: dict[int, StorageWeakRef] = {}  # what was made and not freed
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # a key is not reused while it is referenced
+        self._live: dict[int, StorageWeakRef] = {}  # storages that were made and not freed
         self._apart: set[int] = set()
         self._before: set[int] = set()
         self._levels: dict[int, int] = {}
         self._itemsize, self._experts = itemsize, experts
 
     def known(self, *tensors: Tensor) -> list[int]:
-        """Return the numbers of tensors' storages; a new storage gets the next."""
+        """Return the numbers of tensors' storages; a new storage gets the next number."""
         found: list[int] = []
         for tensor in _plain(tensors):
             storage = tensor.untyped_storage()
@@ -161,16 +161,16 @@ class _Recorder(TorchDispatchMode):
         return list(dict.fromkeys(found))
 
     def alive(self) -> set[int]:
-        """Return the numbers of storages that somebody holds."""
+        """Return the numbers of the storages that are still referenced."""
         return {number for ref, number in self._numbers.values() if not ref.expired()}
 
     def begin_forward(self, apart: set[int]) -> None:
-        """Count what is made, beside values that are there before."""
+        """Start to count live bytes, without the storages `apart`, which exist before forward."""
         self._apart = apart
         self._live = {number: ref for ref, number in self._numbers.values() if number not in apart}
 
     def begin_backward(self) -> None:
-        """Count from now on what is made beside all that there is."""
+        """Restart the peaks; `widest` then counts only storages that backward makes."""
         self.peak = self.widest = 0
         self._before = {*self.sizes}
         self._levels.clear()
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         results = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         op, name = str(func), func.overloadpacket.__name__
-        if name == "wait_tensor":  # on a device it returns what it is given
+        if name == "wait_tensor":  # on a device it returns its argument
             self._numbers[results[0].untyped_storage()._cdata] = StorageWeakRef(results[0].untyped_storage()), reads[0]
             return out
         makes = self.known(*results)
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         flops, moved, received = _cost(op, args, given, results, self._itemsize, self._experts)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
-        after = level if fusible or name in _IN_A_ROW else level + 1  # what is scaled by a maximum is read once more
+        after = level if fusible or name in _IN_A_ROW else level + 1  # scaling by a maximum reads again
         self._levels.update((value, after) for value in makes)
         self.operations.append(
             Operation(
@@ -242,13 +242,13 @@ def _cost(
     itemsize: int,
     experts: ExpertRanks,
 ) -> tuple[int, int, int]:
-    """Return the FLOPs of an operation, the bytes that it reads, writes and receives, and the bytes that it receives.
+    """Return (FLOPs, bytes read, written and received, bytes received from other ranks) of an operation.
 
-    Elementwise work around statistics and casts is fused with them: they read their input as the block has it.
+    Statistics and casts are fused with the elementwise work around them, so they read their input in the block's dtype.
     """
     moved, expert_ranks = sum(t.nbytes for t in given) + sum(t.nbytes for t in results), experts.count
     if op in CLASSES["attention"]:
-        # As if each sample were one document: at most that.
+        # An upper bound: as if each sample were one document.
         S, window = args[-2:] if op in ops.OWN_ATTENTION else (given[0].shape[2], 0)
         return 2 * given[0].numel() * (twice_attended(np.array([S]), window) // S), moved, 0
     if op == ops.GATHER_MATMUL:
@@ -274,8 +274,8 @@ def _cost(
         arrived = made if gathers else _rows_of_owner(*args)
         received = arrived * (expert_ranks - 1) // expert_ranks
         if not gathers and experts.by_nccl:
-            received *= expert_ranks  # a row comes from each rank for each slot
-        return 0, arrived * (1 if gathers else 2) + made + received, received  # copied out, or read and added up
+            received *= expert_ranks  # each rank sends a row for each slot
+        return 0, arrived * (1 if gathers else 2) + made + received, received  # rows are copied out, or added up
     if op in CLASSES["communication"]:
         received = abs(results[0].nbytes - given[0].nbytes)
         return 0, received, received
@@ -294,30 +294,31 @@ def _cost(
 
 
 def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
-    """Return the bytes of rows that NCCL sends to owners, [P·M·K, D], and of as many that it brings."""
+    """Return the bytes of NCCL's buffers for rows to the owners of tokens: [P·M·K, D] to send and as many received."""
     by_nccl = op in ops.TO_OWNERS and experts.by_nccl
     return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
 
 
 def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:
-    """Return the bytes that attention with other ranks' keys has beside its results, of the rank that sees all keys.
+    """Return the bytes that attention with other ranks' keys holds beside its results, on the rank that sees all keys.
 
-    Forward has the whole keys and values (W bytes), this rank's joined, and what came; backward twice W, the gradients
-    and these joined, what is sent, and what came or its sums in float32.
+    Forward holds the keys and values of all tokens (W bytes), a joined copy of the rank's own, and the received ones.
+    Backward holds the gradients of all keys and values and a joined copy (2 W), the part to send, and the received
+    gradients or their sums in float32.
     """
     if op not in (ops.CONTEXT_ATTENTION, ops.CONTEXT_ATTENTION_GRAD):
         return 0
     first = 1 if op == ops.CONTEXT_ATTENTION else 2
     own, ranks = args[first].nbytes + args[first + 1].nbytes, args[-4].shape[1]
     whole, others = own * ranks, own * (ranks - 1)
-    if op == ops.CONTEXT_ATTENTION:  # results are made when what is joined and what came are gone
+    if op == ops.CONTEXT_ATTENTION:  # results are made after the last two are freed
         return whole + max(0, own + others - sum(t.nbytes for t in results))
     sums = own * max(1, torch.float32.itemsize // args[first].itemsize)
-    d_k_and_v = sum(t.nbytes for t in results[1:])  # made at the end
+    d_k_and_v = sum(t.nbytes for t in results[1:])  # made last, when others are freed
     return 2 * whole + others + max(others, sums) - d_k_and_v
 
 
 def _rows_of_owner(o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, *_: object) -> int:
-    """Return the bytes of the rows of a rank's tokens, [M·K, D], and of their weights' gradients in `beside`."""
+    """Return the bytes of rows of a rank's tokens, [M·K, D], in backward with the gradients of weights in `beside`."""
     is_gradient = len(beside) > len(choices)
     return choices.numel() * (o.shape[1] * o.itemsize + (beside.itemsize if is_gradient else 0))

@@ -1,7 +1,7 @@
-"""A traced block: its operations, the values that they read and make, and what follows from these.
+"""A traced block: its operations, the values that they read and make, and the bytes that follow from these.
 
-Operations of forward and of backward are lists in the order in which they ran (`trace.py`). A value is a storage, by
-its number: views are the value that they view.
+`trace.py` lists the operations of forward and of backward in the order in which they ran. A value is the number of a
+storage, so a view is the same value as its base.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Shape":
-        """Describe a tensor."""
+        """Return the shape, strides and dtype of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -33,8 +33,8 @@ class ExpertRanks(NamedTuple):
     """The P = `count` expert-parallel ranks of a layer.
 
     Attributes:
-        by_nccl: whether rows go to the owners of tokens by a collective, with a place for each slot from each rank, and
-            not from memory to memory.
+        by_nccl: whether a collective of NCCL sends rows to the owners of tokens, with room for each slot from each
+            rank. False: kernels write them into the owners' memory.
     """
 
     count: int = 1
@@ -43,20 +43,20 @@ class ExpertRanks(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation that makes something new.
+    """One operation that makes or changes a value.
 
     Attributes:
-        op: as torch spells it, "aten.mm.default".
+        op: name as torch spells it, "aten.mm.default".
         reads: numbers of the values that it reads.
         makes: numbers of the values that it makes, or changes.
-        is_fusible: a compiler fuses it with its neighbours.
-        is_reduction: it returns fewer numbers than it reads.
-        of_tokens: it depends on what the block is given, and not on weights alone.
-        in_float8: it reads float8.
-        moved: bytes that it reads, writes, and receives from other ranks; `received` is the last part.
-        inside: bytes of memory that it has while it runs, beside what it reads and makes.
-        level: operations on the way to it that are not fusible; fusible operations of one level are fused.
-        call: the operation and its arguments, of which tensors are shapes.
+        is_fusible: whether a compiler fuses it with its neighbours.
+        is_reduction: whether it returns fewer numbers than it reads.
+        of_tokens: whether it depends on the block's input, and not on weights alone.
+        in_float8: whether it reads float8.
+        moved: bytes that it reads, writes, and receives from other ranks; `received` counts the last alone.
+        inside: bytes of temporary memory while it runs, beside the values that it reads and makes.
+        level: number of non-fusible operations on the longest path to it. Fusible operations of a level are fused.
+        call: the operation and its arguments, with a `Shape` for each tensor.
     """
 
     op: str
@@ -80,19 +80,19 @@ class TracedBlock:
     """One block, forward and backward.
 
     Attributes:
-        layers: names of its linear layers, as save-lists know them.
+        layers: names of its linear layers, as save-lists spell them.
         sizes: bytes of each value, by its number.
-        seldom: of values that are rows of experts, the places per row in use among expert-parallel ranks, in the mean:
-            kernels skip the others.
-        given: values that are there before: weights, and what the block is given.
+        seldom: for values that are rows of experts, the mean number of rows per row in use, with expert-parallel ranks.
+            Kernels skip unused rows.
+        given: values that exist before forward: weights, and the block's arguments.
         given_to: shapes of the block's arguments, positional and by name.
-        stream: what the block is given and has a gradient, which every checkpointed block keeps.
+        stream: arguments that have a gradient, which every checkpointed block keeps.
         returned: values that the block returns.
         saved: bytes that autograd keeps without recomputation, the input included.
-        n_repeated: operations of forward until the last value that autograd keeps: eager mode repeats no others.
-        windows: of its attentions, in tokens; 0: all.
-        peaks: most bytes at once in eager mode beside weights, in forward and in backward.
-        widest: of the latter, the bytes that backward has made, with the gradient that it begins with.
+        n_repeated: number of forward operations until the last value that autograd keeps. Eager mode repeats only them.
+        windows: attention windows in tokens, 0 for none, one per attention layer.
+        peaks: most bytes at once in eager mode, without weights, in forward and in backward.
+        widest: most bytes at once in eager mode that backward has made, the incoming gradient included.
     """
 
     layers: tuple[str, ...]
@@ -112,7 +112,7 @@ class TracedBlock:
 
     @cached_property
     def makers(self) -> dict[int, int]:
-        """Return the number of the operation of forward that makes each value."""
+        """Return, by value, the index of the forward operation that makes it."""
         return {value: n for n, operation in enumerate(self.forward) for value in operation.makes}
 
     @cached_property
@@ -127,10 +127,10 @@ class TracedBlock:
 
     @cached_property
     def widest_compiled(self) -> int:
-        """Return the most bytes that backward holds of its own at once, where fusible operations join their readers.
+        """Return the most bytes that compiled backward has made and holds at once.
 
-        What an operation has read last is still there while the next two run, as both products of a linear layer's
-        gradients do: so it was measured.
+        A fusible operation is fused with its readers. A value is held while the two operations after its last reader
+        run: so it was measured for both products of a linear layer's backward.
         """
         readers: dict[int, list[int]] = {}
         for n, operation in enumerate(self.backward):
@@ -156,11 +156,12 @@ class TracedBlock:
 
     @cached_property
     def elementwise(self) -> tuple[int, int]:
-        """Return the bytes that all but matmuls, attention and collectives move, in forward and in backward."""
+        """Return the bytes moved by operations other than matmuls, attention and collectives: (forward, backward)."""
         return self._elementwise(self.forward), self._elementwise(self.backward)
 
     def _elementwise(self, operations: Sequence[Operation]) -> int:
-        """Count a level's fusible operations as one pass: it reads what others make, and writes what they read."""
+        """Return the bytes that elementwise operations move. The fusible operations of a level count as one pass: only
+        its inputs, and results that are read outside of it, are counted."""
         total, levels = 0, dict[int, list[Operation]]()
         for each in operations:
             is_timed = (
@@ -188,11 +189,11 @@ class TracedBlock:
         return total
 
     def _bytes_in_use(self, values: Iterable[int]) -> int:
-        """Return the bytes of some values, without rows that are not in use."""
+        """Return the bytes of some values, without unused rows of experts."""
         return sum(self.sizes[value] // self.seldom.get(value, 1) for value in values)
 
     def _sources(self, value: int) -> set[int]:
-        """Return what a compiled backward reads for a value of forward: what it is remade of, or the value alone."""
+        """Return the values that compiled backward reads for a value of forward: itself, or the inputs to remake it."""
         if not self._is_remade(value):
             return {value}
         if value not in self._made_of:
@@ -205,7 +206,7 @@ class TracedBlock:
         return {}
 
     def _is_remade(self, value: int) -> bool:
-        """Return whether a compiler makes a value of forward once more in backward."""
+        """Return whether a compiler recomputes a value of forward in backward."""
         return value in self.makers and self.forward[self.makers[value]].is_fusible
 
     @cached_property
@@ -216,7 +217,7 @@ class TracedBlock:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Return the bytes that every checkpointed block keeps."""
+        """Return the bytes of the block's input, which every checkpointed block keeps."""
         return self.bytes_of(self.stream)
 
     def bytes_of(self, values: Iterable[int]) -> int:

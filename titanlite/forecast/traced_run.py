@@ -1,6 +1,6 @@
-"""The model of a run as one of its ranks has it, on the meta device, and the trace of one block of each kind.
+"""Trace one block of each kind of a run's model, as one rank holds it, on the meta device.
 
-It is the trainer's own model where there is one; else it is split as the trainer's is (`sharding/split.py`).
+The model is the trainer's, if it exists; else one is built and split as the trainer does it (`sharding/split.py`).
 """
 
 import copy
@@ -41,12 +41,12 @@ from titanlite.receipt import Receipt
 from titanlite.sharding.split import plan_of_any_degree, split_model
 
 HEAD = "output"
-"""The linear layer behind the blocks."""
+"""Key of the head's trace, beside those of blocks by kind."""
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The weights of one FSDP unit on a tensor-parallel rank: their number, and bytes as gathered and of row scales."""
+    """Sizes of one FSDP unit on a tensor-parallel rank: elements, bytes when gathered, bytes of scales by row."""
 
     elements: int
     gathered: int
@@ -63,8 +63,8 @@ class RankParameter(NamedTuple):
     """The part of a parameter on a rank before FSDP splits it.
 
     Attributes:
-        apart: whether it is of experts that FSDP splits over other ranks than the rest.
-        gathered: bytes of the elements as FSDP gathers them; `scales` those of row scales.
+        apart: whether it belongs to experts that FSDP splits over other ranks than the other parameters.
+        gathered: bytes of the elements as FSDP gathers them; `scales`: bytes of float8 scales by row.
     """
 
     shape: tuple[int, ...]
@@ -80,20 +80,20 @@ class RankParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedRun:
-    """How one rank runs a model.
+    """The traces of a model's blocks on one rank, and the sizes of its FSDP units.
 
     Attributes:
-        tokens: M, of a micro-step of this data-parallel rank.
-        expert_parallel: P; `exchange_by_nccl` if rows come back to the owners of tokens by a collective.
+        tokens: M, the tokens of a micro-step on this data-parallel rank.
+        expert_parallel: P, the degree; `exchange_by_nccl`: whether a collective returns rows to the owners of tokens.
         itemsize: bytes of an element of the compute dtype.
         float8: the recipe, if any layer computes in float8.
         blocks: the trace of each block; blocks that are alike share one.
         head: the trace of the last norm and the head.
-        block_units: of each block, without the next.
-        expert_units: the experts of each block where FSDP splits them over other ranks than the rest: under expert and
-            tensor parallelism.
-        embedding: of all in front of the blocks; with tied weights, of all but the blocks.
-        output: of the last norm and the head; of nothing with tied weights.
+        block_units: size of each block, without `expert_units`.
+        expert_units: size of each block's experts if FSDP splits them over other ranks than the other weights, which it
+            does under expert or tensor parallelism; else 0.
+        embedding: size of all weights before the blocks; with tied weights, of all outside of the blocks.
+        output: size of the last norm and the head; 0 with tied weights.
         no_trace_reason: why the model could not be traced, or None.
     """
 
@@ -137,16 +137,17 @@ def traced_run(
     model: nn.Module | None = None,
     experts_across_hosts: bool = False,
 ) -> TracedRun:
-    """Trace one block of each kind of a run; once in a process for each layout.
+    """Trace one block of each kind of a run, or return the cached trace of this layout.
 
-    `model` is the trainer's, split and converted, before checkpointing; None: one is made.
+    `model` is the trainer's, split and converted, before checkpointing; None: one is built.
+    `experts_across_hosts`: whether an expert-parallel group is on several hosts.
     """
     experts, mesh = _experts_of(config, experts_across_hosts), config.parallelism
     if model is None:
         trace_alike([config], dims, float8, experts_across_hosts)
         return _runs[_run_key(config, dims, float8, dims.n_layers, experts)]
     key = _run_key(config, dims, float8, len(model.layers), experts)  # type: ignore[arg-type]
-    # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
+    # Trace again: a float8 layer depends on the device, and a split layer, which `auto` times, on the rank's group.
     is_split = max(mesh.tensor_parallel_degree, mesh.expert_parallel_degree) > 1
     if key not in _runs or float8 is not None or is_split:
         _runs[key] = _traced(config, dims, float8, model, experts)
@@ -156,7 +157,7 @@ def traced_run(
 def trace_alike(
     configs: Sequence[Config], dims: ModelDims, float8: Float8Recipe | None, experts_across_hosts: bool = False
 ) -> None:
-    """Trace runs that differ in their micro-batch alone by one split model, for `traced_run` without a model."""
+    """Trace runs that differ only in their micro-batch with one split model; `traced_run` then finds the traces."""
     experts = _experts_of(configs[0], experts_across_hosts)
     missing = {
         key: each for each in configs if (key := _run_key(each, dims, float8, dims.n_layers, experts)) not in _runs
@@ -174,7 +175,7 @@ def _experts_of(config: Config, across_hosts: bool) -> ExpertRanks:
 def _run_key(
     config: Config, dims: ModelDims, float8: Float8Recipe | None, n_blocks: int, experts: ExpertRanks
 ) -> object:
-    """Return what a traced run depends on."""
+    """Return a cache key: all facts that the trace of a run depends on."""
     training, mesh = config.training, config.parallelism
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
     degrees = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
@@ -185,11 +186,11 @@ def _run_key(
 
 @contextmanager
 def _split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> Generator[nn.Module]:
-    """Split a model as for the first of the fewest ranks that there can be."""
+    """Build a model and split it as for rank 0 of the smallest world that the config's parallel degrees allow."""
     mesh, model = config.parallelism, build_model(config.model, dims, config.training.seq_len)
     t, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
     plan = plan_of_any_degree(config, dims) if t > 1 else {}
-    # As on a device that has what the recipe needs.
+    # Convert as on a device that supports the recipe.
     recipe = replace(float8, min_compute_capability=0) if float8 else None
     with fake_world(0, math.lcm(t * cp, mesh.expert_parallel_degree)):
         placed = build_mesh(replace(mesh, data_parallel_replicate_degree=1), named_device(), has_experts(model))
@@ -198,7 +199,7 @@ def _split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -
 
 
 def _masks_documents(data: Data) -> bool:
-    """Return whether training masks documents, as far as the source's name says: token files need `separator_id`."""
+    """Return whether training masks documents, judged by the source's name: files of tokens need `separator_id`."""
     return data.document_mask and (data.separator_id is not None or not data.source.endswith(".bin"))
 
 
@@ -220,11 +221,11 @@ def _traced(
     traces, why = dict[str, TracedBlock](), None
     try:
         traces, logits = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
-        if config.parallelism.tensor_parallel_degree == 1:  # tensor parallelism has its own look at the head
+        if config.parallelism.tensor_parallel_degree == 1:  # tensor parallelism checks the head itself
             require_whole(logits, [tokens, dims.vocab_size], model, config.model)
     except TitanliteError:
         raise
-    except Exception as error:  # of a file of the user's own, or of an operator's that it calls
+    except Exception as error:  # raised by the user's model file, or by an operator that it calls
         if not config.model.file:
             raise
         want = "a model that runs on the meta device, of which predictions are made"
@@ -253,7 +254,7 @@ def _traced(
 
 
 def _sequences(config: Config, model: nn.Module) -> Sequences:
-    """Make the sequences of a micro-step of a rank on the meta device."""
+    """Return the sequences of a micro-step on one rank, as meta tensors."""
     tokens, seq_len, ranks = tokens_of_rank(config), config.training.seq_len, config.parallelism.context_parallel_degree
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -271,7 +272,7 @@ def _sequences(config: Config, model: nn.Module) -> Sequences:
 
 
 def _part(parameter: Tensor, dtype: torch.dtype, apart: bool) -> RankParameter:
-    """Return what a rank has of a parameter, and how FSDP gathers it for compute in a dtype."""
+    """Describe this rank's part of a parameter, and its bytes when FSDP gathers it for compute in a dtype."""
     local = _part_of_rank(parameter)
     is_narrow = isinstance(local, WeightShard)
     scales = 4 * len(local) if is_narrow and local.how.by_row else 0
@@ -279,12 +280,12 @@ def _part(parameter: Tensor, dtype: torch.dtype, apart: bool) -> RankParameter:
 
 
 def _part_of_rank(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, which FSDP may cast before it gathers it."""
+    """Return this rank's part of a parameter; a `WeightShard` if FSDP casts it before the all-gather."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make what FSDP makes of a parameter for compute in a dtype, on the meta device."""
+    """Return, as a meta tensor, a parameter as FSDP gathers it for compute in a dtype."""
     local = _part_of_rank(parameter)
     if not isinstance(local, WeightShard):
         return torch.empty(local.shape, dtype=dtype, device="meta")
@@ -296,7 +297,7 @@ def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def _traces(
     model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, experts: ExpertRanks
 ) -> tuple[dict[str, TracedBlock], tuple[int, ...]]:
-    """Trace the first block of each kind, by its kind, and the head; return the shape of the logits, too."""
+    """Trace the first block of each kind, and the head. Return traces by kind or `HEAD`, and the logits' shape."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
         first.setdefault(kind, block)
@@ -328,7 +329,7 @@ def _traces(
     for kind, block in zip(kinds, fewer.layers, strict=True):  # type: ignore[arg-type]
         if kind not in found:
             found[kind] = trace(block, *calls[block][:2], experts)
-    head = [module for module in (fewer.norm, fewer.output) if module in calls]  # a norm may be forked
+    head = [module for module in (fewer.norm, fewer.output) if module in calls]  # a model file may skip the norm's call
     found[HEAD] = trace(nn.Sequential(*head), *calls[head[0]][:2], experts)  # type: ignore[arg-type,index]
     return found, tuple(logits.shape)
 
@@ -336,7 +337,7 @@ def _traces(
 def _run_once(
     module: nn.Module, forward: Any, calls: dict[nn.Module, tuple[Any, Any, Any]], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module the first time, and return the same result from then on."""
+    """Run a module's forward on the first call, record its arguments, and return the same result from then on."""
     if module not in calls:
         calls[module] = args, kwargs, forward(*args, **kwargs)
     return calls[module][2]

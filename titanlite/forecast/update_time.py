@@ -1,10 +1,10 @@
-"""How long the update of a step takes, from what it does (`update_work.py`) and measured rates.
+"""Predict the time of the optimizer's update of a step, from its work (`update_work.py`) and measured rates.
 
 passes             over this rank's shard: the norm of gradients, AdamW's update, Muon's momentum and its weights; and
-                   over the rows that an owner puts together and hands back
-orthogonalisation  of the rank that has most to do
-exchanges          in the open: the first that collects, the last that hands back, and what is longer than the
-                   orthogonalisation that the others run beside
+                   over the matrices that an owner assembles from rows and hands back
+orthogonalisation  on the rank with the most work
+exchanges          that nothing hides: the first collection, the last return, and the excess of all others over the
+                   orthogonalisation, which runs at the same time
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ from titanlite.kernels.orthogonalise import STEPS_OF_GRAM, orthogonalise_flops
 
 _T, _G = 1e12, 1e9
 _COPIES = 4
-"""Times that an owner reads or writes a row beside the orthogonalisation, which does its own conversions: two from what
-it has collected into the matrix, whose place the result takes, and two from there into what it sends."""
+"""Times that a matrix's owner reads or writes a row outside of the orthogonalisation: two to copy collected rows into
+the matrix, and two to copy the result, which replaces the matrix, into the buffer to send."""
 _NORMALISED = 44
-"""Bytes of an element that giving rows of one size reads and writes: squares, their mean, two quotients, a norm."""
+"""Bytes per element that NorMuon reads and writes to scale rows: squares, their mean, two quotients, a norm."""
 
 
 @dataclass(frozen=True)
 class UpdateTime:
-    """The milliseconds of an update, by this module's classes; `passes` by rule, and of the average of weights."""
+    """The milliseconds of an update, by the classes of this module's docstring. `passes`: by rule, and of `AVERAGE`."""
 
     passes: Mapping[str, float]
     orthogonalisation: float
@@ -32,12 +32,12 @@ class UpdateTime:
 
     @property
     def total(self) -> float:
-        """Return their sum."""
+        """Return the sum of all classes."""
         return sum(self.passes.values()) + self.orthogonalisation + self.exchanges
 
 
 def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
-    """Predict the time of an update."""
+    """Predict the time of an optimizer's update from its work."""
     passes = {rule: 1e3 * moved / rates.optimizer / _G for rule, moved in work.moved().items()}
     computing = exchanges = 0.0
     for rule, shared in work.shared:
@@ -51,18 +51,21 @@ def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
 
 
 def seconds_of(matrices: Mapping[tuple[int, int], int], steps: int, rates: Rates) -> float:
-    """Predict how long a rank orthogonalises so many matrices of each R and C, by so many polynomials."""
+    """Predict the seconds to orthogonalise matrices by `steps` polynomials; `matrices`: numbers by shape (R, C)."""
     return sum(n * computed_flops(*rc, steps) / rates.orthogonalise_of(min(rc)) / _T for rc, n in matrices.items())
 
 
 def computed_flops(rows: int, columns: int, steps: int) -> int:
-    """Count the FLOPs of one matrix, half of each symmetric product: of all but those with X as their only factor."""
+    """Return the FLOPs to orthogonalise one matrix X, with half of each symmetric product computed.
+
+    Not symmetric is the product of a square factor with X, once every `STEPS_OF_GRAM` polynomials.
+    """
     short, long = sorted((rows, columns))
     return orthogonalise_flops(rows, columns, steps) // 2 + -(-steps // STEPS_OF_GRAM) * short * short * long
 
 
 def _exposed(shared: SharedMatrices, work: UpdateWork, rates: Rates, computing: float) -> float:
-    """Return the milliseconds of exchanges that so many of orthogonalisation do not hide."""
+    """Return the milliseconds of exchanges that `computing` milliseconds of orthogonalisation do not hide."""
     world = work.world
 
     def collect(bucket: BucketWork) -> float:

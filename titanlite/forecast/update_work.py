@@ -1,8 +1,8 @@
-"""Count what the update of a step keeps, moves, sends and computes on a rank, by the rules of the optimizer's recipe.
+"""Count the bytes that a step's update keeps, moves and sends on a rank, and its FLOPs, by the optimizer's rules.
 
-What is elementwise follows from the elements that each rule has of this rank's shard. Matrices are shared out as the
-update itself does it (`parallel/share_matrices.py`). The rows that travel are counted in the mean of the ranks, as each
-has about the same of every matrix, and what an owner has of a bucket is that of the one with most.
+Elementwise work follows from the number of elements of this rank's shard under each rule. Matrices are assigned to
+owners as in the update itself (`parallel/share_matrices.py`). The rows that are sent are counted as a mean over ranks,
+as each rank holds about as many of every matrix. An owner's part of a bucket is that of the owner with most.
 """
 
 import functools
@@ -27,17 +27,17 @@ from titanlite.optimizers.sharded import update_cost
 from titanlite.parallel.share_matrices import BUCKET, share_matrices
 
 AVERAGE = "average of weights"
-"""Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
+"""Key of the average of weights (`optimizer.ema_decay`), beside the names of rules and groups."""
 
 ITEMSIZE = 2
-"""Bytes of what travels, in bfloat16, and of what a GPU orthogonalises it in, float16."""
+"""Bytes of an element that is sent, in bfloat16, or orthogonalised on a GPU, in float16."""
 
 ITEMSIZE_OF_ROW = 4
-"""Bytes of the new number of a row, in float32, which ranks add up."""
+"""Bytes of a row's new statistic (NorMuon) in float32, which is summed over ranks."""
 
 
 class WholeParameter(NamedTuple):
-    """A parameter before it is split, and R and C of each of its matrices: none of an embedding or a vector."""
+    """A parameter before it is split, and the shape (R, C) of each matrix in it. Embeddings and vectors have none."""
 
     shape: tuple[int, ...]
     matrices: tuple[tuple[int, int], ...]
@@ -50,22 +50,22 @@ class WholeParameter(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def whole_parameters(model: Model, dims: ModelDims, seq_len: int) -> Mapping[str, WholeParameter]:
-    """Return the weights of a model by name."""
+    """Return the unsplit parameters of a model, by name."""
     built = build_model(model, dims, seq_len)
-    with torch.device("meta"):  # rows are numbered there, too: shapes alone are wanted
+    with torch.device("meta"):  # also for row numbers: only shapes are needed
         shapes = {name: tuple(m.shape for m in found) for name, found in matrices_of(built).items()}
     return {name: WholeParameter(tuple(p.shape), shapes.get(name, ())) for name, p in built.named_parameters()}
 
 
 @dataclass(frozen=True)
 class BucketWork:
-    """The matrices that travel together, in elements.
+    """Numbers of elements in the matrices that are sent together.
 
     Attributes:
-        elements: of all, each once, which owners collect.
-        handed: of their results, once for each rank that has a row.
-        collected: of the owner with most; `returned` of its results.
-        largest: of its largest stack, the matrices of one shape and parameter, and of their squares.
+        elements: of all matrices, each once, as owners collect them.
+        handed: of all results that owners send, each once for every rank that holds it.
+        collected: most that one owner collects; `returned`: most that one owner sends.
+        largest: of the largest stack (matrices of one shape and parameter on one owner), and of their squares.
     """
 
     elements: int
@@ -77,11 +77,12 @@ class BucketWork:
 
 @dataclass(frozen=True)
 class SharedMatrices:
-    """The matrices that are orthogonalised by the same polynomials, `steps` of them.
+    """The matrices that are orthogonalised by the same polynomials.
 
     Attributes:
-        owned: of each rank that owns some, how many of each R and C.
-        buckets: in the order in which they travel.
+        steps: number of polynomials.
+        owned: for each rank that owns matrices, their number by shape (R, C).
+        buckets: in the order in which they are sent.
     """
 
     steps: int
@@ -90,17 +91,17 @@ class SharedMatrices:
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of the rank with most, symmetric products in full."""
+        """Return the FLOPs of orthogonalisation on the rank with most, symmetric products counted in full."""
         return max(sum(n * orthogonalise_flops(*rc, self.steps) for rc, n in own.items()) for own in self.owned)
 
     def buffers(self, world: int, sizes_rows: bool) -> int:
-        """Return the bytes that the rank with most holds at once on a GPU, as `Muon.step` goes through the buckets.
+        """Return the most bytes that a rank holds at once on a GPU while `Muon.step` goes through the buckets.
 
-        Of the bucket under computation: what was collected, and whole matrices, which results replace. What is under
-        way of the next and the last. Beside them what orthogonalisation makes of one stack in float16: a product with
-        its factors, or squares; or two copies in float32 while rows are normalised (`sizes_rows`, NorMuon); or what is
-        handed back. A CPU, which multiplies in float32 and has no such kernels, needs more: `cpu_candidates` leaves it
-        half of the memory.
+        From the current bucket: the collected rows and the assembled matrices, which results replace. From the next and
+        the previous bucket: rows being sent and received. Beside them the largest of three: a stack's temporaries in
+        float16 (a product with its factors, or squares); two copies in float32 while rows are scaled (`sizes_rows`,
+        NorMuon); the results to send. A CPU multiplies in float32 without such kernels, and needs more:
+        `cpu_candidates` leaves half of its memory free.
         """
         none, most = BucketWork(0, 0, 0, 0, (0, 0)), 0
         behind = (*self.buckets[1:], none)
@@ -114,7 +115,8 @@ class SharedMatrices:
 
 @dataclass(frozen=True)
 class GroupWork:
-    """A group of the recipe, or with rule "" the average of weights: its elements, and bytes of a rank's state."""
+    """A parameter group of the recipe, or the average of weights (rule ""): elements of the model, bytes of a rank's
+    state."""
 
     rule: str
     elements: int
@@ -122,14 +124,14 @@ class GroupWork:
 
 
 class UpdateWork:
-    """The update of a run.
+    """The work of a run's optimizer update on one rank.
 
     Attributes:
-        settings: how each parameter is updated.
-        elements: of this rank's shard that each rule has; `rows` of whole parameters of which it keeps a number.
-        shared: the matrices of rules that orthogonalise, each with its rule; one momentum and polynomials at a time.
-        state: bytes that the optimizer keeps, `average` of them for the average of the weights.
-        buffers: bytes of the update itself.
+        settings: the update settings of each parameter, by name.
+        elements: elements of this rank's shard, by rule; `rows`: rows of unsplit parameters with a statistic, by rule.
+        shared: (rule, matrices) for each group of matrices that are orthogonalised with the same settings.
+        state: bytes that the optimizer keeps; `average`: those for the average of the weights.
+        buffers: temporary bytes during the update.
     """
 
     def __init__(
@@ -164,13 +166,13 @@ class UpdateWork:
         self.buffers += ITEMSIZE_OF_ROW * sum(self.rows.values())
 
     def moved(self) -> dict[str, int]:
-        """Return the bytes of this rank's shard that a step reads and writes, by rule, and of the average."""
+        """Return the bytes that a step reads and writes for this rank's shard, by rule, and for `AVERAGE`."""
         found = {rule: self._costs[rule].moved * n for rule, n in self.elements.items()}
         return found | ({AVERAGE: self._of_average.moved * sum(self.elements.values())} if self.average else {})
 
     @property
     def saved(self) -> int:
-        """Return the bytes of a checkpoint: the weights in float32, what is kept of them, and their average."""
+        """Return the bytes of a checkpoint: the weights in float32, their optimizer state, and their average."""
         total, whole = 0, self._whole()
         for name, own in self.settings.items():
             cost, each = self._costs[own.rule], whole[name]
@@ -178,7 +180,7 @@ class UpdateWork:
         return total
 
     def groups(self) -> dict[str, GroupWork]:
-        """Return what each group of the recipe has, and the average of the weights."""
+        """Return the size and state of each parameter group of the recipe, by name, and those of `AVERAGE`."""
         whole, names = self._whole(), dict[str, list[str]]()
         for name, own in self.settings.items():
             names.setdefault(own.group, []).append(name)
@@ -194,18 +196,18 @@ class UpdateWork:
         return whole_parameters(self.config.model, self.run.dims, self.run.seq_len)
 
     def _elements(self, names: list[str]) -> int:
-        """Return the elements of some parameters in this rank's shard."""
+        """Return the number of elements of some parameters in this rank's shard."""
         parts = [self.run.parameters[name] for name in names]
         others, experts = (sum(p.elements for p in parts if p.apart == apart) for apart in (False, True))
         return others // self._shards + experts // self._expert_shards
 
     def _state(self, rule: str, names: list[str]) -> int:
-        """Return the bytes that a rule keeps of some parameters."""
+        """Return the bytes of state that a rule keeps for some parameters on this rank."""
         cost = self._costs[rule]
         return cost.state * self._elements(names) + cost.row * self._rows(rule, names)
 
     def _rows(self, rule: str, names: list[str]) -> int:
-        """Return the rows of which a rule keeps a number, on every rank."""
+        """Return the number of rows for which a rule keeps a statistic; every rank holds it for all rows."""
         has_some = self._costs[rule].row > 0
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
@@ -213,7 +215,7 @@ class UpdateWork:
         whole, of_replica = self._whole(), self.world // self.replicas
         parts = [self.run.parameters[name] for name in names]
         shards = [self._expert_shards if part.apart else self._shards for part in parts]
-        # Ranks that have each element: one of a replica, or those of tensor parallelism that have it whole.
+        # The number of ranks that hold each element: one per replica, more if tensor parallelism leaves it unsplit.
         copies = [
             self.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
             for name, part, n in zip(names, parts, shards, strict=True)
@@ -230,9 +232,9 @@ def share(
     steps: int,
     most: int = BUCKET,
 ) -> SharedMatrices:
-    """Share out the matrices of some parameters, R and C of each, over `world` ranks.
+    """Assign matrices, given as (R, C) by parameter, to owners among `world` ranks, and count their elements.
 
-    `copies` are the ranks that have each element, by parameter; a rank collects at `most` so many elements at a time.
+    `copies`: number of ranks that hold each element, by parameter. `most`: most elements that a rank collects at once.
     """
     flat = [(parameter, rc) for parameter, found in enumerate(matrices) for rc in found]
     owned: dict[int, Counter[tuple[int, int]]] = {}
@@ -256,7 +258,7 @@ def _bucket(stacks: Mapping[int, Mapping[tuple[int, tuple[int, int]], int]], cop
 
 
 def _orthogonalised_alike(settings: Mapping[str, UpdateSettings]) -> dict[tuple[object, int], list[str]]:
-    """Return the parameters of matrix rules that are updated together, by what is alike and the polynomials' number."""
+    """Group the parameters of matrix rules by equal settings: return names by (settings, number of polynomials)."""
     found: dict[tuple[object, int], list[str]] = {}
     for name, own in settings.items():
         if own.rule in MATRIX_RULES:
