@@ -136,7 +136,7 @@ def _contexts(save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use:
 def _policy(
     save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse
 ) -> Callable[..., CheckpointPolicy]:
-    """Return a function that decides for each operation in order, in forward and recomputation, whether it is saved."""
+    """Return a function that decides for one operation after another, in any pass, whether its result is saved."""
     passes = {is_recompute: BlockRules(save_list, kind.rules, matmuls) for is_recompute in (False, True)}
     began: list[bool] = []
     drew: dict[str, str] = {}  # by action, the last operation that drew random numbers

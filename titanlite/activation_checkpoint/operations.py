@@ -68,8 +68,8 @@ MAKE_ROWS = (
 """Operations whose results are rows of experts."""
 
 GRADIENTS_OF_EXPERTS = ("titanlite.grouped_weight_gradient.default", "titanlite.scaled_grouped_gradient.default")
-"""Operations of backward that compute the weight gradients of experts; rules do not apply to them. The operands of the
-first are rows, [R, N] and [R, K]; those of the second are transposed."""
+"""Operations of backward that compute the weight gradients of experts; rules do not apply to them. The first takes R
+rows, [R, N] and [R, K]; the second takes transposed operands."""
 
 FUSED = {GATHER_MATMUL: ("communication", "matmul"), MATMUL_SCATTER: ("matmul", "communication")}
 """The two classes of each fused operation, in the order in which they run. Rules for either apply. The result is kept

@@ -32,7 +32,7 @@ def save_list_entry(
         "activation_checkpoint",
         requested,
         applied,
-        count=len(rules) - len(unmatched) if rules else 1,  # only `default`
+        count=len(rules) - len(unmatched) if rules else 1,  # without rules, `default` counts
         missed=tuple(Skipped(rules[i], f"matched no operation{_line_of_rule(save_list, i)}") for i in unmatched),
         key="activation_checkpoint.recipe",
     )

@@ -39,7 +39,6 @@ class BlockRules:
     """The rules of one block, applied to one operation of a forward pass after another.
 
     Args:
-        save_list: the list.
         active: numbers of the rules that are for this block.
         layers: names of the block's linear layers, in the order in which they run.
     """
@@ -86,7 +85,7 @@ class BlockRules:
         return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None), layer)
 
     def _class(self, op: str, to_float8: bool) -> str | None:
-        """Return the class of an operation, or None: also for a layer's second cast, which is of its weight."""
+        """Return the class of an operation, or None. A layer's second cast, which is of its weight, has no class."""
         if op == ops.CAST and not to_float8:
             return None
         name = CLASS_OF.get(op)
@@ -128,7 +127,7 @@ class BlockRules:
         return [i for i in found if says[i] == "save"]
 
     def _other_bits(self, rule: int | None, recomputed: list[str]) -> RecipeError:
-        """Return the error for kept attention whose q, k and v are recomputed: with other bits its softmax is wrong."""
+        """Return the error for kept attention with recomputed q, k and v: its softmax statistics may not match them."""
         listed = self._save_list
         where, saw = ("default", "save") if rule is None else (f"rules[{rule}].op", listed.rules[rule].op)
         names = [layer.rpartition(".")[2] for layer in recomputed]
@@ -167,8 +166,8 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
 
 
 def add_mistakes(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
-    """Add a problem for each module of a rule that matches none of `layers`, the names of blocks' linear layers, and for
-    each rule that would route tokens again."""
+    """Add a problem for each module of a rule that matches none of `layers` (the linear layers of blocks, by name), and
+    for each rule that would route tokens again."""
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     named = [(i, module) for i, rule in enumerate(save_list.rules) if not rule.optional for module in rule.module]
     for i, module in named:
