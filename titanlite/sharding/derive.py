@@ -35,18 +35,18 @@ def plan_model(
     annotations: Mapping[str, str],
     sizes: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Derive the sharding plan of a model, and refuse what its annotations do not ask for.
+    """Derive the sharding plan of a model, and refuse collectives and whole weights that no annotation asks for.
 
     Args:
         model: parameters on the meta device, in the dtypes that the step computes in.
         inputs: on the meta device; their shapes are those of one micro-step, over all ranks.
         ranks: tensor-parallel ranks.
-        annotations: which dim of which tensor is split; see `annotations`.
+        annotations: which dim of which tensor is split; see `annotations.py`.
         sizes: the model's dimensions by name, for messages: {"n_kv_heads": 8}.
 
     Raises:
         ShardingError: an annotation is impossible; a matmul weight is sharded nowhere and annotated nowhere; a partial
-            sum is left whole without an annotation that says so; or the plan would need a collective that no
+            sum is all-reduced without an annotation of its consumers; or the plan would need a collective that no
             annotation asks for. All problems are in the message.
     """
     graph = export(model, inputs)
@@ -96,7 +96,8 @@ def _choose(node: Node, known: Propagation) -> Rule:
 def _cost_of_rule(node: Node, sources: list[Node], rule: Rule, known: Propagation) -> tuple[float, int]:
     """Return (bytes sent, number of moves) of a rule.
 
-    All-reduces of partial gradients do not count: with them, rules that repeat work on all ranks would cost least.
+    All-reduces of partial gradients do not count: for large weights, a rule that repeats all work on every rank would
+    else cost least.
     """
     bytes_moved, n_moves, partial = 0.0, 0, _makes_partial_gradients(rule)
     needs = [(s, known.placement(s), p, partial) for s, p in zip(sources, rule.inputs, strict=True)]

@@ -41,12 +41,12 @@ _TOKENS = Shard(0)
 def planned_layers(
     graph: Graph, annotations: Mapping[str, str], ranks: int, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan a graph from token ids to logits. Return the plan, and by name that of each module with a parameter in use.
+    """Plan a graph from token ids to logits. Return its plan, and the plans by name of modules with a parameter in use.
 
     `sizes` are the model's dimensions by name, for messages.
 
     Raises:
-        ShardingError: there is no plan, or no layer can make a move. The message has all problems of the first kind.
+        ShardingError: there is no plan, or no layer can make one of its moves. The message lists the problems.
     """
     plan = derive(graph, ranks, annotations)
     refuse_unasked(graph, plan, sizes)

@@ -221,7 +221,7 @@ def _cross_entropy_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str,
         return
     if not arguments["label_smoothing"]:
         yield Rule((Shard(1), REPLICATE), REPLICATE)
-    if arguments["reduction"] != _MEAN:  # a mean would count the targets of one rank
+    if arguments["reduction"] != _MEAN:  # a rank's mean would count only its own targets
         yield Rule((Shard(0), Shard(0)), Shard(0) if out.ndim else PARTIAL)
 
 

@@ -52,18 +52,18 @@ class PlacedTensor:
 class Move:
     """The change of a tensor's placement, and the collectives that make it."""
 
-    tensor: str  # its name
+    tensor: str  # name of the tensor that is moved
     source: Placement
     target: Placement
     partial_gradient: bool  # whether the gradient of a whole target is a partial sum
     forward: Kind | None
     backward: Kind | None  # of the gradient
-    consumers: tuple[str, ...] = ()  # tensors whose operators need the target, last first; empty: for all
+    consumers: tuple[str, ...] = ()  # tensors whose operators need the target, last first; () if `tensor` gets it
 
 
 @dataclass(frozen=True)
 class Step:
-    """How one operator of the graph runs."""
+    """The moves of the inputs and of the output of one operator."""
 
     inputs: tuple[Move, ...]  # one per tensor among its arguments, in order; equal moves of a tensor are one object
     output: Move  # from the placement of the operator's result to the tensor's
@@ -80,7 +80,7 @@ class Plan:
     gradients: Mapping[str, Move] = field(repr=False)  # of parameters and inputs whose gradient is a partial sum
 
     def shown(self, tensor: str) -> str:
-        """Return a tensor's name and shape in words, with its module if the name does not contain that."""
+        """Return a tensor's name and shape in words, with its module if this is not part of the name."""
         placed = self.tensors[tensor]
         named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
         return f"{named} [{', '.join(map(str, placed.shape))}]"

@@ -88,13 +88,13 @@ class Propagation:
         return True
 
     def _is_possible(self, node: Node, placement: Placement) -> bool:
-        """Return whether a tensor can have a placement. If its operator has several outputs, a rule must give it."""
+        """Return whether a tensor can have a placement; one of several outputs needs a rule with this placement."""
         if isinstance(node.meta["val"], tuple | list):
             return any(rule.output == placement for rule in self.rules[node])
         return not isinstance(placement, Shard) or value(node).shape[placement.dim] % self.ranks == 0
 
     def _misplaced(self, node: Node, rule: Rule) -> int:
-        """Return the number of inputs that a rule would move; 1000 if it would move a sharded parameter, an error."""
+        """Return the number of inputs that a rule would move; 1000 with a sharded parameter, which must not move."""
         count = 0
         for source, needed in zip(self._inputs[node], rule.inputs, strict=True):
             known = self.decided.get(source)
@@ -148,7 +148,7 @@ class Propagation:
         return changed
 
     def _spread_replicate(self) -> None:
-        """Record for undecided tensors next to an activation that is annotated as whole that this is their origin."""
+        """Record an activation annotated as whole as the origin of undecided tensors that are computed with it."""
         left = [n for n, known in self.pinned.items() if known.is_activation and known.placement.is_replicate()]
         while left:
             node = left.pop()

@@ -17,7 +17,7 @@ class DimGroup(NamedTuple):
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """Split a reshape, of a shape without zeros, into its groups."""
+    """Split a reshape into its smallest groups of dims; no dim may have length 0."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     found: list[DimGroup] = []
@@ -36,7 +36,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 
 def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict[int, int]:
-    """Return each dim before a reshape of which a shard in `size` parts survives, with the shard's dim after it."""
+    """Return {dim before: dim after} for the shards in `size` parts that survive a reshape."""
     if 0 in before:
         return {}
     pairs = {group.before[0]: group.after[0] for group in groups(before, after)}

@@ -59,7 +59,7 @@ def split_model(
 ) -> Conversion | None:
     """Reduce each layer of a whole model on the meta device to this rank's part, in place, and convert it to float8.
 
-    `config` is that of the largest stage, `plan` each layer's under tensor parallelism. Entries are added to `receipt`.
+    `config` is of the largest stage. `plan` is for tensor parallelism, by name of layer. `receipt` gets entries.
 
     Returns:
         The outcome of the conversion to float8, layer by layer; None without a recipe.
