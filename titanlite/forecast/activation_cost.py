@@ -73,7 +73,7 @@ class RuleCost:
         blocks: number of blocks that the rule applies to. `held`, `flops` and `moved` are means over these blocks.
         matches: number of operations that the rule matched, in all blocks.
         held: bytes kept until backward.
-        flops: FLOPs of computing once the results that the rule decides about; `moved` the bytes, as in `Operation`.
+        flops: FLOPs to compute once the results that the rule decides about; `moved`: bytes, as in `Operation`.
     """
 
     rule: SaveRule

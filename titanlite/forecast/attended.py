@@ -37,7 +37,7 @@ class AttendedShare:
         return mean_attended([window], self.lengths) / mean_attended([window], np.array([self.seq_len]))
 
     def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
-        """Return for each token of some micro-batches the position where its document begins: [N] int32 each.
+        """Return, for each of some micro-batches, the position where each token's document begins: [N] int32.
 
         Args:
             tokens: N, the tokens of a micro-batch; a multiple of S.

@@ -47,7 +47,7 @@ class Rates:
     host: int
 
     def attention_of(self, width: int, tokens: int) -> tuple[float, float]:
-        """Return TFLOP/s of attention to `tokens` tokens, forward and backward, by the next head width measured."""
+        """Return TFLOP/s of attention to `tokens` tokens, forward and backward, at the next measured head width."""
         forward, backward = (
             rate * _by_size({8192: 1.0, 131072: longer}, max(tokens, 8192))
             for rate, longer in zip(_as_wide(self.attention, width), self.attention_long, strict=True)
@@ -55,7 +55,7 @@ class Rates:
         return forward, backward
 
     def grouped_of(self, rows: float, is_gradient: bool, fast: bool | None) -> float:
-        """Return TFLOP/s of a product of experts with `rows` each; `fast`: accumulation of float8, None: no float8."""
+        """Return TFLOP/s of products of experts with `rows` rows each; `fast`: float8 accumulation, None: no float8."""
         table = self.grouped if fast is None else self.grouped_fast if fast else self.grouped_split
         return _by_size({n: of[is_gradient] for n, of in table.items()}, max(rows, 1.0))
 
@@ -69,7 +69,7 @@ class Rates:
 
 
 def _by_size(rates: Mapping[int, float], size: float) -> float:
-    """Return the rate at a size by those of two sizes: the time of a FLOP is a constant plus a multiple of 1 / size."""
+    """Return the rate at `size` from two measured ones: the time of a FLOP is a constant plus a share of 1 / size."""
     (small, slow), (large, quick) = min(rates.items()), max(rates.items())
     of_an_end = (1 / slow - 1 / quick) / (1 / small - 1 / large)
     return 1 / (1 / quick + of_an_end * (1 / size - 1 / large))

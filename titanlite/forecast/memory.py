@@ -78,7 +78,7 @@ class Memory:
 
     Attributes:
         parameters: this rank's shard in float32.
-        gradients: of this shard in float32; with `MemoryModel.gradients_follow`, those that exist at the peak.
+        gradients: of this shard in float32; if `MemoryModel.gradients_follow`, only the ones that exist at the peak.
         optimizer: the optimizer's state, and the average of the weights.
         gathered_weights: weights that FSDP has gathered in the compute dtype, or unused memory of the freed head.
         communication: FSDP's buffers.
@@ -199,10 +199,10 @@ class MemoryModel:
         head, block = self.gathered_head, self.gathered_block + self.gathered_experts
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
-        of_head = 0 if tied else 4 * self.head // self.shards  # a tied one is added after the blocks
+        of_head = 0 if tied else 4 * self.head // self.shards  # a tied gradient comes after the blocks
 
         def gradients(blocks_done: int) -> tuple[int, int]:
-            """Return the bytes of gradients after the backward of some blocks, and of the holes between them."""
+            """Return the bytes of gradients after backward of `blocks_done` blocks, and of the holes between them."""
             of_blocks = 4 * blocks_done * self.block // self.shards
             of_blocks += 4 * blocks_done * self.experts // self.expert_shards
             share = HOLES if self.alone else HOLES_OF_SHARDS
@@ -215,7 +215,7 @@ class MemoryModel:
         of_ends = head if tied else 0  # a tied head stays gathered until the end, and so does its gradient
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
         of_block += self.reduced * self.experts if self.experts_are_reduced else 0
-        before = 0 if tied else reduced * self.head  # a unit's buffer is freed after the next is made
+        before = 0 if tied else reduced * self.head  # a unit's buffer is freed after the next unit's is made
         kinds = {id(block): block for block in self.run.blocks}  # blocks that are alike share one trace
         kept = {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
         for done, cost in enumerate(reversed(blocks)):
@@ -249,7 +249,7 @@ class MemoryModel:
         """Return the bytes of FSDP's gather buffers: the unit being gathered, its shard on this rank, the last unit."""
         if self.shards == 1:
             return 0
-        e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # else symmetric
+        e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # engines use symmetric memory
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.dims.tied_embeddings else [(block, head)]

@@ -216,8 +216,10 @@ def candidates_of_layout(layout: Candidate) -> list[Candidate]:
 
 
 def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
-    """Return the candidates for a new run on a CPU in order of preference: no rates are known. Half of `host_gib` is
-    left free."""
+    """Return the candidates for a new run on CPUs, in order of preference, as no rates are known.
+
+    `host_gib` is the memory of the host, half of which is left free.
+    """
     base, lists = replace(base, budget_gib=host_gib / base.world / 2), ("none", "full")
     found = [
         layout.keeping(name, recipes.load("activation_checkpoint", name))
@@ -328,7 +330,7 @@ def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, an
     """Double the number of processes until the run fits; return the flags, or None if 1024 times as many do not fit.
 
     `limit` is in bytes, for the peak and symmetric memory together. With `and_changes` each number of processes is also
-    tried with the least save-list, with one sequence per micro-step, with both, and in other layouts.
+    tried with the save-list `LEAST`, with one sequence per micro-step, with both, and in other layouts.
     """
     setting = Setting(model.dims, model.float8, model.rules, host=model.host)
     run = Candidate(setting, model.world, model.config, save_list)
@@ -381,7 +383,7 @@ def _fastest_first(others: list[Candidate], unknown: float) -> list[Candidate]:
 
 
 def _with_less(run: Candidate) -> Iterator[Candidate]:
-    """Yield the run with the least save-list, with one sequence per micro-step, with both, then in other layouts."""
+    """Yield the run with the save-list `LEAST`, with one sequence per micro-step, with both, then in other layouts."""
     has_budget, is_many = run.config.activation_checkpoint.budget_gib is not None, run.at_a_time > 1
 
     def in_full(one: Candidate) -> Candidate:
@@ -423,7 +425,7 @@ def _layouts(run: Candidate, sequences: int | None) -> Iterator[Candidate]:
         yield run.changed("parallelism", "fsdp_copy_engines", "never")
     for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
         yield keeping_the_step(with_degree("tensor_parallel", degree))
-    for degree in (2, 4, 8) if run.at_a_time == 1 else ():  # else a smaller micro-batch does as much
+    for degree in (2, 4, 8) if run.at_a_time == 1 else ():  # else a smaller micro-batch saves the same
         if degree > mesh.context_parallel_degree:
             yield keeping_the_step(with_degree("context_parallel", degree))
     for degree in range(1, mesh.data_parallel_replicate_degree):

@@ -111,8 +111,8 @@ class StepTime:
 
 
 def _uneven_split(run: TracedRun, attended: AttendedShare | None) -> tuple[float, dict[int, float]]:
-    """Return the attention work of the busiest context-parallel rank over the mean, and by window the largest share of
-    all keys that a rank receives or sends."""
+    """Return the attention work of the busiest context-parallel rank relative to the mean, and by window the largest
+    share of all keys that a rank receives or sends."""
     ranks, windows = run.context_parallel, sorted({0, *(window for block in run.blocks for window in block.windows)})
     if ranks == 1:
         return 1.0, {}

@@ -99,7 +99,7 @@ def _is_places(argument: object, op: str) -> bool:
 
 
 def _in_order(places: Tensor, expert_ranks: int) -> Tensor:
-    """Return the slots of rows: every P-th slot in order, then -1 (none), so that each rank's tokens get as many."""
+    """Return a slot for each row: every P-th slot in order, then -1 (none); P = `expert_ranks`."""
     every = torch.arange(places.numel(), dtype=places.dtype, device=places.device) * expert_ranks
     return torch.where(every < places.numel(), every, -1).view_as(places)
 

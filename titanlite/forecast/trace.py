@@ -43,8 +43,8 @@ def trace(
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
-        args: the block's arguments, like `kwargs`. Tensors with a gradient require one; the trace detaches them.
-        experts: the expert-parallel ranks. Rows of experts have room for the worst routing: one in P holds a token.
+        args: the block's arguments, like `kwargs`. Tensors that get a gradient have `requires_grad`; they are detached.
+        experts: the P expert-parallel ranks. Rows have room for the worst routing: on average one in P holds a token.
     """
 
     def apart(tensor: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):
         self.seldom: dict[int, int] = {}  # of rows of experts: rows per row in use
         self.tokens: set[int] = set()  # values that depend on the block's input
         self.peak = self.widest = 0
-        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # a key is not reused while it is referenced
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # the reference keeps its key from reuse
         self._live: dict[int, StorageWeakRef] = {}  # storages that were made and not freed
         self._apart: set[int] = set()
         self._before: set[int] = set()
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         self._live = {number: ref for ref, number in self._numbers.values() if number not in apart}
 
     def begin_backward(self) -> None:
-        """Restart the peaks; `widest` then counts only storages that backward makes."""
+        """Reset the peaks; from now on `widest` counts only storages that backward makes."""
         self.peak = self.widest = 0
         self._before = {*self.sizes}
         self._levels.clear()
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         flops, moved, received = _cost(op, args, given, results, self._itemsize, self._experts)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
-        after = level if fusible or name in _IN_A_ROW else level + 1  # scaling by a maximum reads again
+        after = level if fusible or name in _IN_A_ROW else level + 1  # scaling by a maximum is one more pass
         self._levels.update((value, after) for value in makes)
         self.operations.append(
             Operation(
@@ -294,7 +294,10 @@ def _cost(
 
 
 def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
-    """Return the bytes of NCCL's buffers for rows to the owners of tokens: [P·M·K, D] to send and as many received."""
+    """Return the bytes of NCCL's buffers for rows to the owners of tokens: [P·M·K, D] to send, and as many received.
+
+    P ranks have M tokens each, for K experts each; D is the width. 0 for other operations and without NCCL.
+    """
     by_nccl = op in ops.TO_OWNERS and experts.by_nccl
     return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
 
@@ -311,14 +314,14 @@ def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:
     first = 1 if op == ops.CONTEXT_ATTENTION else 2
     own, ranks = args[first].nbytes + args[first + 1].nbytes, args[-4].shape[1]
     whole, others = own * ranks, own * (ranks - 1)
-    if op == ops.CONTEXT_ATTENTION:  # results are made after the last two are freed
+    if op == ops.CONTEXT_ATTENTION:  # results are made after the copy and the received keys are freed
         return whole + max(0, own + others - sum(t.nbytes for t in results))
     sums = own * max(1, torch.float32.itemsize // args[first].itemsize)
-    d_k_and_v = sum(t.nbytes for t in results[1:])  # made last, when others are freed
+    d_k_and_v = sum(t.nbytes for t in results[1:])  # allocated last, after others are freed
     return 2 * whole + others + max(others, sums) - d_k_and_v
 
 
 def _rows_of_owner(o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, *_: object) -> int:
-    """Return the bytes of rows of a rank's tokens, [M·K, D], in backward with the gradients of weights in `beside`."""
+    """Return the bytes of rows [M·K, D] for a rank's M tokens by K experts, in backward with weights' gradients."""
     is_gradient = len(beside) > len(choices)
     return choices.numel() * (o.shape[1] * o.itemsize + (beside.itemsize if is_gradient else 0))

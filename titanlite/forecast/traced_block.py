@@ -77,7 +77,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """One block, forward and backward.
+    """The trace of one block, forward and backward.
 
     Attributes:
         layers: names of its linear layers, as save-lists spell them.
@@ -129,8 +129,8 @@ class TracedBlock:
     def widest_compiled(self) -> int:
         """Return the most bytes that compiled backward has made and holds at once.
 
-        A fusible operation is fused with its readers. A value is held while the two operations after its last reader
-        run: so it was measured for both products of a linear layer's backward.
+        A fusible operation is fused with the readers of its result. A value is held until the two operations after its
+        last reader are done: so it was measured for the two products of a linear layer's backward.
         """
         readers: dict[int, list[int]] = {}
         for n, operation in enumerate(self.backward):

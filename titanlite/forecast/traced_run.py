@@ -54,7 +54,7 @@ class UnitSize:
 
     @classmethod
     def of(cls, parts: Iterable["RankParameter"]) -> "UnitSize":
-        """Add up the parameters of a unit."""
+        """Add up the sizes of a unit's parameters."""
         found = [*parts]
         return cls(sum(p.elements for p in found), sum(p.gathered for p in found), sum(p.scales for p in found))
 
@@ -74,7 +74,7 @@ class RankParameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of its elements."""
+        """Return the number of elements of this part."""
         return math.prod(self.shape)
 
 

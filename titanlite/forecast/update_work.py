@@ -44,7 +44,7 @@ class WholeParameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of its elements."""
+        """Return the number of elements of the parameter."""
         return math.prod(self.shape)
 
 
