@@ -144,6 +144,18 @@ class Sequences:
             return table[self.positions(self.starts)]
         return table if self.longest == len(table) else table[: self.longest]
 
+    def attend(self, layer: "CausalAttention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend within each sequence, as `CausalAttention.forward` says."""
+        S, starts, window = self.longest, self.starts, layer.window_in(self.longest)
+        if self.group:
+            of_window = self.bounds[window], self.places, self.exchanges[window], self.group
+            return context_attention(q, k, v, S, window, starts, *of_window)  # type: ignore[arg-type]
+        if starts is not None:
+            return attention(q, k, v, S, window, starts, self.bounds[0])
+        if window or attention_kernel(q, is_plain=True) != "torch":
+            return attention(q, k, v, S, window)
+        return _attend_in_rows(*(self.rows(x).transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(0, 1)
+
 
 # Lets functions of pytree find these tensors among the arguments of a block.
 pytree.register_pytree_node(
@@ -175,15 +187,7 @@ class CausalAttention(nn.Module):
                 return _attend_in_rows(q, k, v)
             packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
             return self(*packed, Sequences(S)).unflatten(0, (-1, S)).transpose(1, 2)
-        S, starts, window = sequences.longest, sequences.starts, self.window_in(sequences.longest)
-        if sequences.group:
-            of_window = sequences.bounds[window], sequences.places, sequences.exchanges[window], sequences.group
-            return context_attention(q, k, v, S, window, starts, *of_window)  # type: ignore[arg-type]
-        if starts is not None:
-            return attention(q, k, v, S, window, starts, sequences.bounds[0])
-        if window or attention_kernel(q, is_plain=True) != "torch":
-            return attention(q, k, v, S, window)
-        return _attend_in_rows(*(sequences.rows(x).transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(0, 1)
+        return sequences.attend(self, q, k, v)
 
     def window_in(self, longest: int) -> int:
         """Return the window, or 0 if it covers all tokens of a sample of `longest` tokens."""

@@ -1,0 +1,163 @@
+"""Continue prompts token by token, with any model under any layout.
+
+Every data-parallel rank continues the same prompts, since weights are gathered from all of them, so that each rank has
+the same tokens. The number of forward passes depends on the prompts' lengths and `limit` alone, unless `is_done` ends
+the loop, which must say the same on every rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.generation.kept_keys import KeyMemory, NewTokens
+from titanlite.kernels.collectives import Group, all_gather
+from titanlite.models.layers import Sequences
+
+_PROMPT_TOKENS = 4096  # of all rows together, that a forward pass takes of prompts
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0: the likeliest token, always.
+        top_k: sample from the k likeliest tokens; 0: from all.
+        top_p: sample from the likeliest tokens whose probabilities add up to p; 1: from all.
+        seed: of the random numbers.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Decoder:
+    """A model that continues prompts.
+
+    Args:
+        model: takes [M] tokens and `sequences` to logits [M, V/tp].
+        device: of the model.
+        tp_group: the ranks that split the vocabulary; None: each has all of it.
+        capacity: the most tokens that a prompt and its continuation can have together.
+        softcap: of the logits; 0: none.
+        keeps_keys: compute each new token alone. Without, rows are computed whole for each token, which any model can.
+        row_unit: rows of a batch are padded to a multiple of this number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        tp_group: Group | None,
+        capacity: int,
+        *,
+        softcap: float = 0.0,
+        keeps_keys: bool = True,
+        row_unit: int = 1,
+    ) -> None:
+        self.model, self.device, self.tp_group = model, device, tp_group
+        self.capacity, self.softcap = capacity, softcap
+        self.keeps_keys, self.row_unit = keeps_keys, row_unit
+
+    @torch.no_grad()
+    def continue_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        sampling: Sampling,
+        is_done: Callable[[], bool] = lambda: False,
+    ) -> Iterator[list[int]]:
+        """Yield the next token of each prompt, `limit` times, or until `is_done`; collective.
+
+        Args:
+            prompts: ids, at least one each; with `limit` more, at most `capacity`.
+            limit: new tokens of each prompt.
+            sampling: how a token is chosen.
+            is_done: asked after each token.
+        """
+        n_rows = -(-len(prompts) // self.row_unit) * self.row_unit
+        lengths = torch.tensor([*map(len, prompts), *[1] * (n_rows - len(prompts))])
+        longest = int(lengths.max())
+        tokens = torch.zeros(n_rows, longest + limit, dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=False):
+            row[: len(prompt)] = torch.tensor(prompt)
+        lengths, tokens = lengths.to(self.device), tokens.to(self.device)
+        memory, random = KeyMemory(n_rows, longest + limit), torch.Generator(self.device).manual_seed(sampling.seed)
+        row = torch.arange(n_rows, device=self.device)
+        with torch.compiler.set_stance("force_eager"):  # each shape would be compiled anew
+            for i in range(limit):
+                if not self.keeps_keys:
+                    logits = self._whole_rows(tokens, lengths + i)
+                elif i == 0:
+                    logits = self._read_prompts(tokens[:, :longest], lengths, memory)
+                else:
+                    at = lengths + i - 1
+                    new = NewTokens.after(at[:, None], longest + i - 1, memory)
+                    logits = self.model(tokens[row, at], sequences=new)
+                chosen = choose(self._all_logits(logits), sampling, random)
+                tokens[row, lengths + i] = chosen
+                yield chosen[: len(prompts)].tolist()
+                if is_done():
+                    return
+
+    def _read_prompts(self, tokens: Tensor, lengths: Tensor, memory: KeyMemory) -> Tensor:
+        """Keep the keys of all prompts, part by part; return the logits after each one's last token [B, V/tp]."""
+        n = max(1, _PROMPT_TOKENS // len(tokens))
+        found = None
+        for first in range(0, tokens.shape[1], n):
+            part = tokens[:, first : first + n]
+            at = torch.arange(first, first + part.shape[1], device=tokens.device).expand_as(part)
+            new = NewTokens.after(at, first + part.shape[1] - 1, memory)
+            logits = self.model(part.flatten(), sequences=new).unflatten(0, part.shape)
+            ends_here = (lengths > first) & (lengths <= first + n)
+            last = (lengths - 1 - first).clamp(0, part.shape[1] - 1)
+            of_last = logits[torch.arange(len(tokens), device=tokens.device), last]
+            found = of_last if found is None else torch.where(ends_here[:, None], of_last, found)
+        assert found is not None  # noqa: S101  # a prompt has a token
+        return found
+
+    def _whole_rows(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Compute rows of `capacity` tokens; return the logits after the first `lengths` tokens of each, [B, V/tp]."""
+        found = list[Tensor]()
+        for row, length in zip(tokens, lengths, strict=True):  # one at a time: a row may be a whole micro-batch
+            padded = row.new_zeros(self.capacity)
+            padded[: len(row)] = row
+            found.append(self.model(padded, sequences=Sequences(self.capacity))[length - 1])
+        return torch.stack(found)
+
+    def _all_logits(self, logits: Tensor) -> Tensor:
+        """Gather the logits of the whole vocabulary, [B, V] float32, and cap them."""
+        if self.tp_group is not None:
+            parts = all_gather(logits, self.tp_group).unflatten(0, (self.tp_group.size, -1))
+            logits = parts.transpose(0, 1).flatten(1)
+        logits = logits.float()
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
+    """Choose a token of each row.
+
+    Args:
+        logits: [B, V] float32.
+        sampling: how.
+        random: on the device of `logits`.
+
+    Returns:
+        [B] int64.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        p = ordered.softmax(-1)
+        is_out = p.cumsum(-1) - p >= sampling.top_p  # the likeliest token is always in
+        logits = logits.masked_fill(torch.zeros_like(is_out).scatter(1, order, is_out), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=random).squeeze(1)
