@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "titanlite"
 ROWS = (
     {"train", "__main__"},
     {"recorder", "training", "commands"},
-    {"comparison", "explain"},
+    {"comparison", "explain", "generation"},
     {"preflight"},
     {"forecast"},
     {"activation_checkpoint", "sharding", "async_tp", "checkpoint", "evaluation", "optimizers"},

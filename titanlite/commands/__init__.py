@@ -33,6 +33,7 @@ COMMANDS = (
     "data",
     "compare",
     "explain",
+    "generate",
     "evaluate",
     "export",
     "verify-resume",

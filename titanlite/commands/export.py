@@ -10,10 +10,9 @@ from titanlite.commands.arguments import Command
 from titanlite.comparison.run_paths import require_runs
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.durable import require_reachable
 from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.trained_model import asked_step, trained_tokenizer
 
 _DTYPES = ("bfloat16", "float32")
 COMMAND = Command(
@@ -67,20 +66,6 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def asked_step(command: str, root: Path, asked: str | None) -> int:
-    """Return the step `asked` as a number, or the newest of the checkpoints in `root` if `asked` is None.
-
-    Raises a CheckpointError that begins with `command` if `root` has no such checkpoint.
-    """
-    steps = publish.complete_steps(root)
-    step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
-    if steps and (asked is None or step in steps):
-        return steps[-1] if step is None else step
-    want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
-    fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
-    raise CheckpointError.of(command, "--step", asked or "", want, fix)
-
-
 def _check_target(config: Config, out: Path, dtype: str) -> None:
     problems: list[Problem] = []
     if dtype not in _DTYPES:
@@ -98,25 +83,3 @@ def _check_target(config: Config, out: Path, dtype: str) -> None:
         problems.append(Problem("--out", str(out), want, "name another, or delete what is there"))
     if problems:
         raise CheckpointError(describe("titanlite export", problems))
-
-
-def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
-    """Return the tokenizer that a run was trained with, None if it read token files.
-
-    Args:
-        command: name of the command, for the error message.
-        name: the value of `data.tokenizer`, or of `--tokenizer` in its place.
-        add_bos: `data.add_bos_token`.
-        fingerprint: the tokenizer's fingerprint in the checkpoint, which `name` must match; "" for token files.
-    """
-    if not fingerprint:
-        return None
-    require_reachable(os.path.expanduser(name))
-    is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
-    tokenizer = load_tokenizer(name, add_bos) if is_there else None
-    if tokenizer is None or tokenizer.fingerprint != fingerprint:
-        saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
-        want = f"the tokenizer that the run was trained with; {saw}"
-        fix = "--tokenizer with the path of that tokenizer.json"
-        raise CheckpointError.of(command, "data.tokenizer", repr(name), want, fix)
-    return tokenizer

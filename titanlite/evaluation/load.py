@@ -42,14 +42,19 @@ def load_model(
     model.to_empty(device=mesh.device)
     fill_buffers(model)
     finalize(model, config, mesh)
+    load_weights_of(model, config, checkpoint, averaged)
+    return model, mesh
+
+
+def load_weights_of(model: nn.Module, config: Config, checkpoint: Path | None, averaged: bool) -> None:
+    """Fill the parameters of a model, float32 in any layout, as `load_model` says; collective."""
     named = dict(model.named_parameters())
     if checkpoint is None:
         load_weights(config.checkpoint.initial_load_path, config.model.name, model, named)
-        return model, mesh
+        return
     on_all_ranks(lambda: publish.verify(checkpoint, share=rank(), shares=world_size()))
     kind, left_out = (AVERAGE, MODEL) if averaged else (MODEL, AVERAGE)
     weights = {f"{kind}{name}": as_laid_out(local_data(p), p) for name, p in named.items()}
     mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
     weights |= {f"{MODEL}{name}.bias": layer.bias for name, layer in mixtures.items() if layer.bias is not None}
     store.read(checkpoint, weights, optional=("optimizer/", "rng/", f"{AVERAGE}updates", left_out))
-    return model, mesh

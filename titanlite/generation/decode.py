@@ -43,6 +43,7 @@ class Decoder:
         device: of the model.
         tp_group: the ranks that split the vocabulary; None: each has all of it.
         capacity: the most tokens that a prompt and its continuation can have together.
+        vocab_size: number of ids that are chosen from; None: all that the model has.
         softcap: of the logits; 0: none.
         keeps_keys: compute each new token alone. Without, rows are computed whole for each token, which any model can.
         row_unit: rows of a batch are padded to a multiple of this number.
@@ -55,12 +56,13 @@ class Decoder:
         tp_group: Group | None,
         capacity: int,
         *,
+        vocab_size: int | None = None,
         softcap: float = 0.0,
         keeps_keys: bool = True,
         row_unit: int = 1,
     ) -> None:
         self.model, self.device, self.tp_group = model, device, tp_group
-        self.capacity, self.softcap = capacity, softcap
+        self.capacity, self.vocab_size, self.softcap = capacity, vocab_size, softcap
         self.keeps_keys, self.row_unit = keeps_keys, row_unit
 
     @torch.no_grad()
@@ -134,7 +136,7 @@ class Decoder:
         if self.tp_group is not None:
             parts = all_gather(logits, self.tp_group).unflatten(0, (self.tp_group.size, -1))
             logits = parts.transpose(0, 1).flatten(1)
-        logits = logits.float()
+        logits = logits[:, : self.vocab_size].float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 

@@ -1,0 +1,152 @@
+"""Find a trained model: of a run, of one of its checkpoints, or of a folder in Hugging Face's layout."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint import publish
+from titanlite.checkpoint.resume import dims_of, require_average
+from titanlite.checkpoint.saved_state import read_state
+from titanlite.config.build import show
+from titanlite.config.config_json import check_weight_files, recipe_of
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.read import read_config
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import FROM_CHECKPOINT, Config, Model, Training
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer, panics_raised
+from titanlite.durable import require_reachable
+from titanlite.errors import CheckpointError, ConfigError
+from titanlite.json_file import read_json
+from titanlite.preflight.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model, without its weights in memory.
+
+    Attributes:
+        folder: folder of the run, or of the weights.
+        seq_len: the longest sequence that the model takes, in tokens.
+        checkpoint: folder with the weights; None: they are in `config.checkpoint.initial_load_path`.
+        averaged: whether to use the average of the weights that the checkpoint holds.
+    """
+
+    folder: Path
+    config: Config
+    dims: ModelDims
+    tokenizer: Tokenizer
+    seq_len: int
+    checkpoint: Path | None = None
+    averaged: bool = False
+
+
+def find_trained_model(
+    command: str, path: Path, step: str | None, tokenizer: str | None, averaged: bool
+) -> TrainedModel:
+    """Find out whether `path` is a run, a checkpoint or a model's folder, and read everything but the weights."""
+    require_reachable(path / "config.toml")
+    if (path / "config.toml").is_file():
+        return _of_run(command, RunFolder(path), step, tokenizer, averaged)
+    above = path.resolve().parent.parent
+    is_model = (path / "config.json").is_file()  # an exported model in the run folder is no checkpoint
+    if path.is_dir() and not is_model and path.name.startswith("step-") and (above / "config.toml").is_file():
+        if step is not None:
+            raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
+        return _of_run(command, RunFolder(above), path.name.removeprefix("step-"), tokenizer, averaged)
+    if not path.exists():
+        want = "the folder of a run, a checkpoint, or a model in Hugging Face's layout; there is none of this name"
+        fix = "correct the path; a model of the hub is fetched by `hf download NAME --local-dir FOLDER`"
+        raise ConfigError.of(command, "TARGET", show(str(path)), want, fix)
+    target = _of_hub_folder(command, path, tokenizer)
+    if averaged:
+        want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
+        raise ConfigError.of("command line", "--ema", str(path), want, fix)
+    return target
+
+
+def _of_run(command: str, folder: RunFolder, step: str | None, tokenizer: str | None, averaged: bool) -> TrainedModel:
+    config, number = read_config(folder.config)[0], asked_step(command, folder.checkpoints, step)
+    checkpoint = publish.step_folder(folder.checkpoints, number)
+    state = read_state(checkpoint, number)
+    if averaged:
+        require_average(command, checkpoint, state)
+    name = tokenizer or config.data.tokenizer
+    found = trained_tokenizer(command, name, config.data.add_bos_token, state.tokenizer)
+    if found is None:  # the run read token files, which name no tokenizer
+        if tokenizer is None:
+            want = "the tokenizer.json that made the token files which the run read"
+            raise CheckpointError.of(command, "--tokenizer", "", want, "--tokenizer FILE")
+        found = load_tokenizer(tokenizer, config.data.add_bos_token)
+    dims = dims_of(checkpoint, state)
+    return TrainedModel(folder.path, config, dims, found, config.training.seq_len, checkpoint, averaged)
+
+
+def _of_hub_folder(command: str, path: Path, tokenizer: str | None) -> TrainedModel:
+    problems = Problems(Origin(command))
+    found = recipe_of(str(path), problems, "TARGET")
+    if found is not None:
+        check_weight_files(str(path), problems, "TARGET")
+    problems.raise_all()
+    assert found is not None  # noqa: S101  # else `raise_all` has raised
+    architecture, dims = found
+    content: dict[str, Any] = read_json(path / "config.json")
+    stored = content.get("dtype") or content.get("torch_dtype")  # transformers 5 writes "dtype"
+    dtype = "bfloat16" if stored == "bfloat16" else "float32"
+    file = tokenizer or str(path / "tokenizer.json")
+    model = Model(name=architecture, flavor=FROM_CHECKPOINT)
+    config = Config(model=model, training=Training(mixed_precision_param=dtype))
+    config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=str(path)))
+    trained = content.get("max_position_embeddings")
+    longest = dims.max_seq_len or (trained if isinstance(trained, int) and trained > 0 else Training.seq_len)
+    return TrainedModel(path, config, dims, load_tokenizer(file, _begins_with_bos(file)), longest)
+
+
+def _begins_with_bos(file: str) -> bool:
+    """Return whether a tokenizer.json makes transformers put a token, as BOS, before each text."""
+    import tokenizers
+
+    if not os.path.isfile(path := os.path.expanduser(file)):
+        return False
+    with suppress(Exception), panics_raised():  # no tokenizer (`load_tokenizer` refuses it), or no token for "a"
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+        whole, bare = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        return len(whole) > len(bare) and whole[0] != bare[0]
+    return False
+
+
+def asked_step(command: str, root: Path, asked: str | None) -> int:
+    """Return the step `asked` as a number, or the newest of the checkpoints in `root` if `asked` is None.
+
+    Raises a CheckpointError that begins with `command` if `root` has no such checkpoint.
+    """
+    steps = publish.complete_steps(root)
+    step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
+    if steps and (asked is None or step in steps):
+        return steps[-1] if step is None else step
+    want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
+    fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
+    raise CheckpointError.of(command, "--step", asked or "", want, fix)
+
+
+def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
+    """Return the tokenizer that a run was trained with, None if it read token files.
+
+    Args:
+        command: name of the command, for the error message.
+        name: the value of `data.tokenizer`, or of `--tokenizer` in its place.
+        add_bos: `data.add_bos_token`.
+        fingerprint: the tokenizer's fingerprint in the checkpoint, which `name` must match; "" for token files.
+    """
+    if not fingerprint:
+        return None
+    require_reachable(os.path.expanduser(name))
+    is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
+    tokenizer = load_tokenizer(name, add_bos) if is_there else None
+    if tokenizer is None or tokenizer.fingerprint != fingerprint:
+        saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
+        want = f"the tokenizer that the run was trained with; {saw}"
+        fix = "--tokenizer with the path of that tokenizer.json"
+        raise CheckpointError.of(command, "data.tokenizer", repr(name), want, fix)
+    return tokenizer
