@@ -119,7 +119,8 @@ def check_held_out(config: Config, problems: Problems) -> None:
             want = f"one source of the name {name}"
             problems.add("validation.sources", show(text), want, "give each a name of its own")
         names.add(name)
-    for key, is_asked in {"sources": validation.sources, "weights": validation.weights != "model"}.items():
+    asked = {"sources": validation.sources, "weights": validation.weights != "model", "samples": validation.samples}
+    for key, is_asked in asked.items():
         if is_asked and not validation.enable:
             want = "validation, but validation.enable = false"
             refuse(f"validation.{key}", want, "validation.enable = true")

@@ -223,6 +223,8 @@ class Validation:
     freq: PositiveInt = key(500, "Steps between validations.")
     steps: CountOrAll = key(-1, "Global batches per validation. -1: the whole source once.")
     weights: Literal["model", "ema", "both"] = key("model", "Weights to validate: those that are trained (`model`), their average (`ema`, with `optimizer.ema_decay`), or one after the other. Losses of the average are `validation_loss_ema` and `validation_bits_per_byte_ema` in metrics.jsonl.")
+    samples: tuple[str, ...] = key((), "Texts that the model continues at each validation, by its likeliest tokens: on the console, in samples.jsonl, TensorBoard and wandb, and in the report of `titanlite compare`.")
+    sample_tokens: PositiveInt = key(64, "Tokens that are added to each of `samples`.")
 
 
 @dataclass(frozen=True)

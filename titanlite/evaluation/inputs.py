@@ -7,8 +7,9 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
 from titanlite.data.prepare import check_vocabulary
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import DataError
+from titanlite.evaluation.prompts import encode_prompts
 from titanlite.evaluation.tasks import KEY, load_tasks
 
 _LEAST = 1000  # least steps between evaluations, if the config gives none
@@ -16,25 +17,33 @@ _SHARE = 0.02  # most evaluated tokens per trained token; a forward pass takes 1
 
 
 def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | None, origin: Origin) -> None:
-    """Check the tasks of a run before it starts, except those on the hub.
+    """Check the tasks and the samples of a run before it starts, except tasks on the hub.
 
     `inputs` is None if the sources are wrong. `vocab_size` is None if it is unknown.
 
     Raises:
-        DataError: a task cannot be read, or the config names no tokenizer for it.
+        DataError: a task cannot be read, a sample is too long, or there is no tokenizer for them.
     """
-    if not config.evaluation.tasks:
+    samples = config.validation.samples
+    if not config.evaluation.tasks and not samples:
         return
     load_tasks(config.evaluation.tasks, with_hub=False)
-    if inputs is None or inputs.tokenizer is not None:
+    if inputs is None:
         return
-    if "data.tokenizer" not in origin.places:
+    key = KEY if config.evaluation.tasks else "validation.samples"
+    if inputs.tokenizer is None and "data.tokenizer" not in origin.places:
         want = "data.tokenizer as well: token files do not say which tokenizer made their ids"
         fix = 'tokenizer = "tokenizer.json" in [data]: the one that made the token files'
-        raise DataError.of("evaluation", KEY, "", want, fix)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
-    if vocab_size is not None:
+        raise DataError.of("evaluation", key, "", want, fix)
+    tokenizer = tokenizer_of(config, inputs)
+    if inputs.tokenizer is None and vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
+    encode_prompts("validation.samples", samples, tokenizer, config.validation.sample_tokens, config.training.seq_len)
+
+
+def tokenizer_of(config: Config, inputs: Inputs) -> Tokenizer:
+    """Return the tokenizer of a run; load it if all sources are token files."""
+    return inputs.tokenizer or load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
 
 
 def interval(config: Config, world_size: int, tokens: int) -> int:

@@ -10,9 +10,10 @@ from torch import nn
 from titanlite.data.prepare import check_vocabulary
 from titanlite.device import device_of
 from titanlite.errors import ConfigError
+from titanlite.evaluation.prompts import encode_prompts
 from titanlite.generation.decode import Decoder, Sampling
 from titanlite.generation.load import load_split_model
-from titanlite.generation.text import continue_texts, encode_prompts
+from titanlite.generation.text import continue_texts
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.process_group import start_process_group
 from titanlite.preflight.trained_model import TrainedModel, find_trained_model
@@ -85,7 +86,7 @@ class TextModel:
             keeps_keys=not self.target.config.model.file,
             row_unit=self._mesh.tp_size,
         )
-        encoded = encode_prompts(texts, tokenizer, tokens, self.capacity)
+        encoded = encode_prompts("prompts", texts, tokenizer, tokens, self.capacity)
         found = continue_texts(
             decoder, tokenizer, encoded, tokens, Sampling(temperature, top_k, top_p, seed), stop, show
         )

@@ -1,12 +1,11 @@
-"""Continue texts: encode prompts, decode what a model adds, and end where a document or a stop text says so."""
+"""Continue texts: decode the tokens that a model adds, and end where the document or a stop text ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from titanlite.data.tokenizer import EncodingError, Tokenizer
-from titanlite.errors import DataError
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.decode import Decoder, Sampling
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the end of a text whose last character lacks bytes
@@ -47,33 +46,6 @@ class Continuation:
             return self.text
         held = next((n for n in range(min(len(stop), len(self.text)), 0, -1) if self.text.endswith(stop[:n])), 0)
         return self.text[: len(self.text) - held].rstrip(_INCOMPLETE)
-
-
-def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer, limit: int, capacity: int) -> list[list[int]]:
-    """Encode prompts as the beginnings of documents.
-
-    Args:
-        prompts: texts; an empty one is a document's beginning.
-        tokenizer: the model's.
-        limit: how many tokens are to be added to each.
-        capacity: the most tokens of a prompt and its continuation.
-
-    Raises:
-        DataError: a prompt cannot be encoded, or is too long.
-    """
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    encoded = list[list[int]]()
-    for prompt in prompts:
-        try:
-            ids = begin + tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.separator_id]
-        except EncodingError as error:
-            want = f"a text that the tokenizer has tokens for ({error})"
-            raise DataError.of("generate", "prompt", repr(prompt), want, "another prompt") from error
-        if len(ids) + limit > capacity:
-            want = f"at most {capacity} tokens with the {limit} that are added; it has {len(ids)}"
-            raise DataError.of("generate", "prompt", repr(prompt[:40]), want, "a shorter prompt, or fewer new tokens")
-        encoded.append(ids)
-    return encoded
 
 
 def continue_texts(

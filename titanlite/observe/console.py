@@ -17,7 +17,7 @@ import sys
 import textwrap
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import Row, is_of_step
-from titanlite.observe.observer import Observer
+from titanlite.observe.observer import Observer, Sample
 from titanlite.redact import redact
 from titanlite.streams import drawn, escaped
 
@@ -69,6 +69,12 @@ class Console(Observer):
         if self._rank == 0:
             self._show(line, done=step)
             self._warn_of_wait()
+
+    def samples(self, step: int, tokens: int, samples: Sequence[Sample]) -> None:
+        """Show each sample in at most two lines."""
+        for sample in samples:
+            text = " ".join(f"{sample.prompt}{sample.text}".split())
+            self.notice(f"sample  {text[: 2 * WIDTH - 20]}{'…' * (len(text) > 2 * WIDTH - 20)}")
 
     def measure_by(self, work: Callable[[int], float]) -> None:
         """Estimate the time left from `work(step)`, the work up to a step, such as tokens: steps may differ in size."""

@@ -61,7 +61,7 @@ class MetricsFile(Observer):
         elif has_rows:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
-                again = {"validation_loss", "validation_loss_ema", "evaluation_seconds"}
+                again = {"validation_loss", "validation_loss_ema", "evaluation_seconds", "samples"}
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
             self.last_step = max((row["step"] for row in kept if is_of_step(row)), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))

@@ -6,7 +6,7 @@ Rows that the last file lacks, because it could not be written or TensorBoard wa
 The x axis is the step, and `tokens` is not drawn. A number that is NaN or infinite has no point.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.config.write import toml_table
 from titanlite.observe.metric_table import AXES, shown_name
 from titanlite.observe.metrics import Row, json_row, read_metrics
-from titanlite.observe.observer import Observer
+from titanlite.observe.observer import Observer, Sample
 from titanlite.receipt import Entry, Skipped
 from titanlite.redact import redact, redact_tree
 
@@ -49,6 +49,16 @@ class TensorBoardFile(Observer):
     def write(self, row: Row) -> None:
         """Write the numbers of a row as points."""
         self._attempt(lambda: self._add(json_row(row)))
+
+    def samples(self, step: int, tokens: int, samples: Sequence[Sample]) -> None:
+        """Show each prompt's continuation as a text."""
+
+        def write() -> None:
+            for number, sample in enumerate(samples):
+                markdown = "".join(f"    {line}\n" for line in f"{sample.prompt}{sample.text}".splitlines())
+                self._writer.add_text(f"samples/{number}", markdown, step)
+
+        self._attempt(write)
 
     def close(self, has_failed: bool = False) -> None:
         """Close the file. `has_failed` is ignored."""

@@ -55,6 +55,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.experts = self.path / "experts.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.receipt = self.path / "receipt.json"
         self.save_list = self.path / "activation_checkpoint.toml"
         self.status = self.path / "status.json"

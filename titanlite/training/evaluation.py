@@ -4,8 +4,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.check_mesh import tokens_of_rank
-from titanlite.data.tokenizer import load_tokenizer
-from titanlite.evaluation.inputs import interval
+from titanlite.evaluation.inputs import interval, tokenizer_of
 from titanlite.evaluation.requests import EncodedTask, encode_task
 from titanlite.evaluation.score import Evaluator, require_same_questions
 from titanlite.evaluation.tasks import KEY, load_tasks
@@ -26,8 +25,7 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator, int] | None
     read: list[EncodedTask] = []
 
     def read_here() -> list[str]:
-        data = config.data  # if all its sources are token files, they have no tokenizer
-        tokenizer = asked.inputs.tokenizer or load_tokenizer(data.tokenizer, data.add_bos_token)
+        tokenizer = tokenizer_of(config, asked.inputs)
         for task in load_tasks(config.evaluation.tasks):
             read.append(encode_task(task, tokenizer, config.training.seq_len))
         return [encoded.task.fingerprint for encoded in read]

@@ -22,6 +22,7 @@ from titanlite.data.batches import Batch
 from titanlite.errors import NoMoreDataError
 from titanlite.evaluation.score import Evaluator
 from titanlite.float8.numerics import float8_numerics
+from titanlite.observe.observer import Sample
 from titanlite.observe.peak_flops import mean_attended, windows_of
 from titanlite.observe.profiler import Profiler, span
 from titanlite.observe.step_profile import EVALUATION, NUMERICS, SAVING, VALIDATION
@@ -32,6 +33,7 @@ from titanlite.training.data import HeldOut
 from titanlite.training.feed import Feed
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
+from titanlite.training.samples import Sampler
 from titanlite.training.schedule import learning_rate
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step, validation_loss
@@ -53,6 +55,7 @@ class Loop:
     run: Run
     feed: Feed
     validation: dict[str, HeldOut]  # by name of the source, "" for `validation.source`
+    sampler: Sampler | None
     evaluation: tuple[Evaluator, int] | None  # the evaluator, and the steps between two evaluations
     checkpoints: Checkpoints
     background: Background | None  # writes checkpoints while training goes on
@@ -180,18 +183,23 @@ class Loop:
 
     def validate(self, step: int) -> None:
         """Log the mean loss over all targets of each held-out source, the same on every rank and under any layout."""
-        numbers: dict[str, float] = {}
+        numbers, samples = dict[str, float](), list[Sample]()
         asked, average = self.run.config.validation.weights, self.run.average
         self.run.model.eval()
         with self._phase(step, "validation", VALIDATION):
             if asked != "ema":
                 numbers |= self._losses(step)
+                samples = self.sampler.samples() if self.sampler else []
             if asked != "model" and average is not None:
                 with average.in_place_of_weights(self.run.model):
                     numbers |= self._losses(step, "_ema")
+                    if asked == "ema" and self.sampler:
+                        samples = self.sampler.samples()
         self.run.model.train()
         self.feed.check.tell()
         self.report.log(step, numbers)
+        if samples:
+            self.report.samples(step, samples)
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
         """Return the validation metrics of each held-out source. `of` ends their keys: "_ema" for averaged weights."""

@@ -20,7 +20,7 @@ from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.metrics import Row
-from titanlite.observe.observer import Observer
+from titanlite.observe.observer import Observer, Sample
 from titanlite.observe.peak_flops import TokenFlops, peak_flops
 from titanlite.training.routers import Routers, SeenRouting
 from titanlite.training.step import NONE
@@ -212,6 +212,11 @@ class Report:
         """
         for observer in self.observers:
             observer.experts(step, self.table.tokens(step), tokens)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Record the samples after a step."""
+        for observer in self.observers:
+            observer.samples(step, self.table.tokens(step), samples)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log measurements after a step, by key of metrics.jsonl, in a separate row, if there are any."""

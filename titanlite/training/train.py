@@ -26,6 +26,7 @@ from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import token_flops_of, windows_of
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
+from titanlite.observe.samples_file import SamplesFile
 from titanlite.observe.shared_wait import SharedWait
 from titanlite.observe.stall_report import StallReport
 from titanlite.observe.step_profile import OF_EXPERTS
@@ -47,6 +48,7 @@ from titanlite.training.feed import Feed
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Report
+from titanlite.training.samples import Sampler
 from titanlite.training.schedule import change_of_rate
 from titanlite.training.session import Session
 from titanlite.training.stages import add_stages, require_same_steps
@@ -149,6 +151,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         run=run,
         feed=Feed(batches, data_check, wait, run.mesh.context, watchdog, stops),
         validation=validation,
+        sampler=Sampler(asked, run) if config.validation.samples else None,
         evaluation=evaluation,
         checkpoints=checkpoints,
         background=background,
@@ -215,6 +218,8 @@ def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTa
     # Rows are on disk before a checkpoint is saved, so missing rows were lost afterwards.
     if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
+    if config.validation.samples:
+        yield SamplesFile(folder.samples, start, restored.state.validation_due)
     if run.routers is not None:
         yield ExpertsFile(folder.experts, start, config.training.steps)
     if not is_idle or not folder.config.exists():  # else the config of the last training remains

@@ -1,0 +1,45 @@
+"""Continue the texts of `validation.samples` with the weights of a run, by their likeliest tokens."""
+
+from titanlite.evaluation.inputs import tokenizer_of
+from titanlite.evaluation.prompts import encode_prompts
+from titanlite.generation.decode import Decoder, Sampling
+from titanlite.generation.text import continue_texts
+from titanlite.observe.observer import Sample
+from titanlite.preflight.checked_run import CheckedRun
+from titanlite.training.build import Run
+
+_GPU_ROWS = 128  # for each tensor-parallel rank: the shape that kernels of float8 and of fused products take
+
+
+class Sampler:
+    """Makes the samples of a run. All ranks compute the same ones: weights are gathered from all of them.
+
+    Args:
+        asked: the run; it has samples.
+        run: its model.
+    """
+
+    def __init__(self, asked: CheckedRun, run: Run) -> None:
+        config, mesh = asked.config, run.mesh
+        self.texts, self._model = config.validation.samples, run.model
+        self._limit, self._tokenizer = config.validation.sample_tokens, tokenizer_of(config, asked.inputs)
+        capacity = config.training.seq_len
+        self._prompts = encode_prompts("validation.samples", self.texts, self._tokenizer, self._limit, capacity)
+        has_shapes = mesh.built_for.is_gpu and (mesh.tp_size > 1 or asked.float8 is not None)
+        self._decoder = Decoder(
+            run.model,
+            mesh.device,
+            mesh.tp_group,
+            capacity,
+            vocab_size=self._tokenizer.vocab_size,
+            keeps_keys=not config.model.file,
+            row_unit=mesh.tp_size * (_GPU_ROWS if has_shapes else 1),
+        )
+
+    def samples(self) -> list[Sample]:
+        """Continue each text; collective, with the same samples on every rank."""
+        is_training = self._model.training
+        self._model.eval()
+        added = continue_texts(self._decoder, self._tokenizer, self._prompts, self._limit, Sampling(), ends_early=False)
+        self._model.train(is_training)
+        return [Sample(*pair) for pair in zip(self.texts, added, strict=True)]
