@@ -1,0 +1,103 @@
+"""`titanlite generate`: of a run, a checkpoint and a folder; samples of a run; and `load` in Python."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from titanlite.generation.model import load
+
+if TYPE_CHECKING:
+    from tests.cli.commands.conftest import Call
+    from tests.support.launched import Desk, Ended
+
+PROMPTS = ["for ", "return x\n    self"]
+FLAGS = ("--training.steps=6", "--checkpoint.interval=3", "--validation.freq=3", "--validation.enable=true")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> "Desk":
+    from tests.support.launched import Desk  # slow to import
+
+    return Desk(tmp_path_factory.mktemp("desk"))
+
+
+@pytest.fixture(scope="module")
+def trained(desk: "Desk") -> "Ended":
+    return desk.run("trained", 1, *FLAGS, f"--validation.samples={json.dumps(PROMPTS)}", "--validation.sample_tokens=9")
+
+
+def rows(run: "Ended") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_run_says_what_its_samples_say(trained: "Ended", call: "Call") -> None:
+    """At each validation: on the console, in samples.jsonl; and again by the command, of each checkpoint."""
+    found = rows(trained)
+    assert [row["step"] for row in found] == [3, 6]
+    for row in found:
+        for sample in row["samples"]:  # type: ignore[attr-defined]
+            given = ("--prompt", sample["prompt"], "--temperature", "0", "--tokens", "9", "--step", str(row["step"]))
+            assert call("generate", str(trained.folder), *given) == f"{sample['prompt']}{sample['text']}\n"
+    assert trained.output.count("sample  for ") == 2
+
+
+def test_samples_after_a_resume_are_those_of_one_run(desk: "Desk", trained: "Ended") -> None:
+    flags = (*FLAGS, f"--validation.samples={json.dumps(PROMPTS)}", "--validation.sample_tokens=9")
+    desk.run("resumed", 1, *flags, "--job.stop_after=3")
+    assert rows(desk.run("resumed", 1, *flags)) == rows(trained)
+
+
+def test_several_prompts_of_a_file_and_of_an_exported_folder(trained: "Ended", call: "Call", tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("for \n\nclass A(B)")
+    given = ("--file", str(tmp_path / "prompts.txt"), "--tokens", "5", "--temperature", "0")
+    said = call("generate", str(trained.folder), *given)
+    assert said.startswith("for ")
+    assert "\n\nclass A(B)" in said
+    call("export", str(trained.folder), "--dtype", "float32", "--out", str(tmp_path / "exported"))
+    assert call("generate", str(tmp_path / "exported"), *given) == said
+
+
+def test_equal_seeds_sample_equal_texts(trained: "Ended", call: "Call") -> None:
+    of_seed = lambda n: call("generate", str(trained.folder), "--prompt", "if ", "--tokens", "20", "--seed", n)  # noqa: E731
+    assert of_seed("1") == of_seed("1") != of_seed("2")
+
+
+def test_lines_are_typed_in_a_terminal(trained: "Ended", call: "Call", monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    one = call("generate", str(trained.folder), "--prompt", "for ", "--tokens", "4", "--temperature", "0")
+    monkeypatch.setattr(sys, "stdin", Terminal("for \nfor \n"))
+    said = call("generate", str(trained.folder), "--tokens", "4", "--temperature", "0")
+    assert said == 2 * one.removeprefix("for ")
+
+
+def test_python_loads_a_run(trained: "Ended") -> None:
+    model = load(trained.folder)
+    *_, last = rows(trained)
+    texts = [sample["text"] for sample in last["samples"]]  # type: ignore[attr-defined]
+    assert model.generate(PROMPTS, 9) == texts
+    assert model.generate(PROMPTS[0], 9) == texts[0]
+    assert model.generate([], 9) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "TARGET\n      want: one folder"),
+        (("{run}",), "want: a prompt: there is no terminal to type one in"),
+        (("{run}", "--prompt", "a", "--file", "b"), "want: either --prompt or --file"),
+        (("{run}", "--file", "/nowhere.txt"), "want: a text file with a prompt in each line"),
+        (("{run}", "--prompt", "a", "--tokens", "0"), "--tokens = 0"),
+        (("{run}", "--prompt", "a", "--temperature", "-1"), "--temperature = -1"),
+        (("{run}", "--prompt", "a", "--top-p", "1.5"), "--top-p = 1.5"),
+        (("{run}", "--prompt", "a", "--step", "4"), "titanlite generate: 1 problem\n  --step = 4"),
+    ],
+)
+def test_what_cannot_be_done_is_said(trained: "Ended", call: "Call", words: tuple[str, ...], message: str) -> None:
+    assert message in call("generate", *(word.format(run=trained.folder) for word in words), ends=2)
