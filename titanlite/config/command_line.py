@@ -14,6 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import tomli
+
 from titanlite.config.build import describe_type, options_of, repair
 from titanlite.config.explain import overview, section_page, table_of
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
@@ -162,7 +164,11 @@ def _value_of_flag(hint: Any, words: list[str]) -> Any:
     options = options_of(hint)
     if get_origin(hint) is tuple:
         text = ",".join(words)
-        if text.startswith("[") and text.endswith("]"):  # TOML syntax; the shell may have removed its quotes
+        if text.startswith("[") and text.endswith("]"):
+            with suppress(tomli.TOMLDecodeError):  # raised if the shell has removed the quotes
+                items = tomli.loads(f"items = {text}")["items"]
+                if all(isinstance(item, str) for item in items):
+                    return tuple(items)
             text = text[1:-1]
         return tuple(part for p in text.split(",") if (part := p.strip(" \"'")))
     (word,) = words or (["true"] if hint is bool else [])

@@ -15,10 +15,7 @@ from titanlite.training.samples import Sampler
 
 FLAGS = (
     "--validation.enable=true",
-    "--validation.samples",
-    "import sys",
-    "",
-    "def parse_args(self",
+    '--validation.samples=["import sys", "", "def parse_args(self"]',
     "--validation.sample_tokens=24",
     "--model.n_layers=2",
 )
@@ -26,7 +23,7 @@ MOE = ("--model.name=qwen3_moe", "--model.flavor=debug")
 LAYOUTS = {
     "FSDP 2": (2, ()),
     "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
-    "CP 2": (2, ("--parallelism.context_parallel_degree=2",)),
+    "CP 2": (2, ("--parallelism.context_parallel_degree=2", "--training.seq_len=128")),
     "EP 2": (2, (*MOE, "--parallelism.expert_parallel_degree=2")),
     "TP 2, experts": (2, (*MOE, "--parallelism.tensor_parallel_degree=2")),
     "async TP 2 × FSDP 2": (
@@ -38,7 +35,7 @@ LAYOUTS = {
 
 
 def samples(folder: Path, world: int, *flags: str) -> list[Sample]:
-    """What all ranks make with the weights of the seed, a hundred times as large, so that texts are of several tokens."""
+    """What all ranks make with the weights of the seed, four times as large, so that texts have several letters."""
     folder.mkdir()
     asked = checked(folder, world, (*FLAGS, *flags))
 
@@ -63,12 +60,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Sample]]
     return {has_experts: samples(folder / str(has_experts), 1, *MOE * has_experts) for has_experts in (False, True)}
 
 
-@pytest.mark.parametrize(
-    "layout", ["FSDP 2", "TP 2", *slow("CP 2", "EP 2", "TP 2, experts", "async TP 2 × FSDP 2")]
-)
-def test_every_layout_says_what_one_process_says(
-    single: dict[bool, list[Sample]], layout: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", ["FSDP 2", "TP 2", *slow("CP 2", "EP 2", "TP 2, experts", "async TP 2 × FSDP 2")])
+def test_every_layout_says_what_one_process_says(single: dict[bool, list[Sample]], layout: str, tmp_path: Path) -> None:
     world, flags = LAYOUTS[layout]
     truth = single[MOE[0] in flags]
     assert [sample.prompt for sample in truth] == ["import sys", "", "def parse_args(self"]

@@ -37,7 +37,9 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 48, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def continued(model: nn.Module, limit: int = LIMIT, sampling: Sampling = Sampling(), **given: object) -> list[list[int]]:
+def continued(
+    model: nn.Module, limit: int = LIMIT, sampling: Sampling = Sampling(), **given: object
+) -> list[list[int]]:
     decoder = Decoder(model, torch.device("cpu"), None, CAPACITY, **given)  # type: ignore[arg-type]
     return [list(row) for row in zip(*decoder.continue_prompts(prompts(), limit, sampling), strict=True)]
 
