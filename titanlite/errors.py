@@ -59,6 +59,10 @@ class FolderLostError(TitanliteError):
     """Another job has taken the run's folder."""
 
 
+class RunFailedError(TitanliteError):
+    """A run that was started from Python has failed."""
+
+
 class StrictError(TitanliteError):
     """A request of the config was not applied, and `job.strict` is on."""
 
