@@ -35,6 +35,7 @@ from titanlite.comparison.tables import (
     receipt_differences,
     receipt_table,
     results,
+    samples_by_prompt,
     speed_table,
 )
 
@@ -78,6 +79,7 @@ def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ve
         groups=_groups(metrics, verdicts),
         results=[RESULTS, *map(results, records)],
         speed=speed_table(records),
+        samples=samples_by_prompt(records),
         config={"different": config_differences(records), "all": config_table(records)},
         receipts={"different": receipt_differences(records)},
     )

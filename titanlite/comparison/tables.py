@@ -8,6 +8,7 @@ from typing import Any
 from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metric_table import METRICS, Column
 from titanlite.preflight.same_run import dotted
+from titanlite.streams import escaped
 
 _SPEED = {key: metric.column for key, metric in METRICS.items() if metric.column}
 _RESULTS = {
@@ -16,6 +17,7 @@ _RESULTS = {
     **{key: _SPEED[key] for key in ("tokens_per_second_per_gpu", "mfu")},
     "memory_gib": Column("memory GiB", max, "{:.1f}"),
 }
+_MOST_SAMPLES = 24  # rows of a prompt
 RESULTS = ("run", "steps", *(column.heading for column in _RESULTS.values()))
 
 
@@ -103,3 +105,19 @@ def _cut_text(text: str) -> str:
 def _plain_json(value: object) -> str:
     """Format a value for a table as JSON, but a string without quotes, and None as "-"."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def samples_by_prompt(records: Sequence[RunRecord]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """Return, by prompt, rows of a step and what each run added after it; of many steps some, and always the last."""
+    texts: dict[str, dict[int, list[str]]] = {}
+    for run, record in enumerate(records):
+        for step, samples in record.samples:
+            for sample in samples:
+                row = texts.setdefault(sample.prompt, {}).setdefault(step, [""] * len(records))
+                row[run] = escaped(sample.text)
+    found = []
+    for prompt, by_step in texts.items():
+        every = -(-len(by_step) // _MOST_SAMPLES)
+        steps = sorted(by_step)[::-every][::-1]
+        found.append((escaped(prompt), [(f"{step:,}", by_step[step]) for step in steps]))
+    return found
