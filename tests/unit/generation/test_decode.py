@@ -16,6 +16,7 @@ from titanlite.models.find import model_class
 
 GOLDEN = Path(__file__).with_name("transformers_tokens.json")
 """Of transformers 5.24: `generate` of each exported folder, one prompt after the other, greedy, float32."""
+GREEDY = Sampling()
 LENGTHS, LIMIT, CAPACITY = (1, 9, 3, 30, 5, 17, 2, 12), 64, 96
 
 
@@ -37,9 +38,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 48, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def continued(
-    model: nn.Module, limit: int = LIMIT, sampling: Sampling = Sampling(), **given: object
-) -> list[list[int]]:
+def continued(model: nn.Module, limit: int = LIMIT, sampling: Sampling = GREEDY, **given: object) -> list[list[int]]:
     decoder = Decoder(model, torch.device("cpu"), None, CAPACITY, **given)  # type: ignore[arg-type]
     return [list(row) for row in zip(*decoder.continue_prompts(prompts(), limit, sampling), strict=True)]
 
