@@ -12,8 +12,8 @@ replace the surplus. The file `lines` has the time at which each row was sent, a
 time is on disk before its row is sent.
 
 wandb gets no more than its page needs: the config (without its secrets), the receipt, a chosen save-list, the rows, a
-heat map of a mixture's experts at the end, and the load of the machine. It does not get the command line, the
-environment, the git remote (which may hold a token), the source or the installed packages.
+heat map of a mixture's experts and the samples at the end, and the load of the machine. It does not get the command
+line, the environment, the git remote (which may hold a token), the source or the installed packages.
 
 Numbers have the names in `metric_table.py`. wandb has no null: `_null` lists the keys of numbers that were not finite,
 so that the row can be restored.
@@ -27,12 +27,14 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from titanlite.observe.metric_table import AXES, shown_name
+from titanlite.redact import redact
 
 if TYPE_CHECKING:
     import wandb
@@ -68,7 +70,7 @@ def main() -> None:
             run.log({})
         _remove_older(run, work)
         exit_code = _follow(run, rows, lines, commands, work, say)
-        _show_experts(run, Path(work["folder"], "experts.jsonl"), say)
+        _show_files(run, Path(work["folder"]), say)
         doing = "finish"
         run.finish(exit_code=exit_code)
         import wandb
@@ -221,22 +223,28 @@ def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[in
                 sent[name] = mark
 
 
-def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
-    """Send the heat map of a mixture's experts in the run's summary, where it takes no line of the history."""
-    if not path.is_file():
-        return
+def _show_files(run: "wandb.Run", folder: Path, say: Any) -> None:
+    """Send the experts' heat map and the samples in the run's summary, where they take no line of the history."""
+    import wandb
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        path = folder / name
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
+
     try:
-        import wandb
+        if experts := rows("experts.jsonl"):
+            from titanlite.observe.heat_map import draw_heat_map
 
-        from titanlite.observe.heat_map import draw_heat_map
-
-        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-        with TemporaryDirectory() as folder:
-            if rows:
-                draw_heat_map({run.name or "": rows}, Path(folder, "experts.png"))
-                run.summary["experts/heat_map"] = wandb.Image(str(Path(folder, "experts.png")))
+            with TemporaryDirectory() as drawn:
+                draw_heat_map({run.name or "": experts}, Path(drawn, "experts.png"))
+                run.summary["experts/heat_map"] = wandb.Image(str(Path(drawn, "experts.png")))
+        if samples := rows("samples.jsonl"):
+            cells = [[str(row["step"]), *sample.values()] for row in samples for sample in row["samples"]]
+            table = ["".join(f"<td>{escape(redact(cell))}</td>" for cell in each) for each in cells]
+            html = "<table><tr><th>step<th>prompt<th>text</tr>" + "".join(f"<tr>{row}</tr>" for row in table)
+            run.summary["samples"] = wandb.Html(f"{html}</table>", inject=False)  # a `Table` would be an artifact
     except Exception as error:  # must not keep the run from being finished
-        say(failed=["draw the experts", _first_line(error)])
+        say(failed=["show the experts and samples", _first_line(error)])
 
 
 def _first_line(error: BaseException) -> str:

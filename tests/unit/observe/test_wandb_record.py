@@ -152,7 +152,10 @@ def test_offline_for_real_and_again_after_a_resume(history: History) -> None:
     assert history.start("offline", 1, 6) == "started\n"
     run, between = history.run, time.time()
     (history.folder / "experts.jsonl").write_text('{"step": 7, "tokens": 7000, "experts": {"layers.0": [3, 1]}}\n')
+    sample = {"step": 7, "tokens": 7000, "samples": [{"prompt": "a", "text": f"b {SECRETS[1]}"}]}
+    (history.folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     assert history.start("offline", 4, 7) == "started\n"  # resumed from step 3
+    (history.folder / "samples.jsonl").unlink()  # which has the text as it was
 
     (folder,) = history.folders()  # the newest start's, which has all
     for path in (path for path in history.folder.rglob("*") if path.is_file()):
@@ -181,6 +184,8 @@ def test_offline_for_real_and_again_after_a_resume(history: History) -> None:
     assert times[3] < between < times[4]  # a row that is sent again keeps its time
     (picture,) = folder.glob("files/media/images/experts/heat_map_*.png")
     assert picture.stat().st_size > 0
+    (table,) = folder.glob("files/media/html/samples*.html")
+    assert "<td>7</td><td>a</td><td>b ***</td>" in table.read_text()
 
 
 CRASH, AT_ONCE, HOST_OFF = "killed after 3", "killed after 0", "killed with all"
