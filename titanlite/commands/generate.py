@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from titanlite.commands.arguments import Command, number_of
 from titanlite.config.build import show
@@ -127,8 +128,9 @@ def _typed_lines() -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _say_on_rank_0(text: str, stream: object = None) -> None:
+def _say_on_rank_0(text: str, to: TextIO | None = None) -> None:
+    """Write on rank 0, on standard output if nothing else is given."""
     if os.environ.get("RANK", "0") == "0":
-        to = stream or sys.stdout
+        to = to or sys.stdout
         to.write(text)
         to.flush()

@@ -77,7 +77,8 @@ class NewTokens(Sequences):
     def attend(self, layer: CausalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Sequences.attend`. The queries that share a key are rows of one matrix: no key is copied."""
         (B, n), K = self.at.shape, k.shape[1]
-        keys, values = self.memory.keep(layer, self.at, *(x.unflatten(0, (B, n)) for x in (k, v)), self.end)
+        k, v = (x.unflatten(0, (B, n)) for x in (k, v))
+        keys, values = self.memory.keep(layer, self.at, k, v, self.end)
         others = torch.arange(self.end, device=q.device)
         seen = others <= self.at[..., None]  # [B, n, end]
         if window := layer.window_in(self.longest):
