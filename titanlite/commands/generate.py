@@ -48,11 +48,9 @@ def run(argv: Sequence[str]) -> int:
         TitanliteError: there is no such model, its weights are damaged, its tokenizer is another, a prompt is too long,
             or there is none.
     """
-    words, given = COMMAND.read_words(argv)
+    want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
+    word, given = COMMAND.read_word(argv, want, "outputs/run")
     check_launcher()
-    if len(words) != 1:
-        want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
-        raise ConfigError.of("command line", "TARGET", " ".join(words), want, f"{_WHERE} outputs/run --prompt TEXT")
     if "--prompt" in given and "--file" in given:
         want = "either --prompt or --file"
         raise ConfigError.of("command line", "--file", given["--file"], want, "leave one out")
@@ -66,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
         "seed": number_of(given, "--seed", int, "a whole number", "--seed 1", above=-1, below=2**63) or 0,
     }
     prompts = _prompts(given)
-    path = Path(os.path.expanduser(words[0]))
+    path = Path(os.path.expanduser(word))
     target = find_trained_model(_WHERE, path, given.get("--step"), given.get("--tokenizer"), "--ema" in given)
 
     import torch.distributed as dist

@@ -42,7 +42,7 @@ def test_a_run_says_what_its_samples_say(trained: "Ended", call: "Call") -> None
         for sample in row["samples"]:  # type: ignore[attr-defined]
             given = ("--prompt", sample["prompt"], "--temperature", "0", "--tokens", "9", "--step", str(row["step"]))
             assert call("generate", str(trained.folder), *given) == f"{sample['prompt']}{sample['text']}\n"
-    assert trained.output.count("sample  for ") == 2
+    assert trained.output.count("sample  for") == 2
 
 
 def test_samples_after_a_resume_are_those_of_one_run(desk: "Desk", trained: "Ended") -> None:
