@@ -51,9 +51,9 @@ class FinishedRun:
 
     def load(self, **choice: Any) -> "TextModel":
         """Load the model of its newest checkpoint; arguments as of `titanlite.load`."""
-        from titanlite.generation.model import load
+        from titanlite.generation.model import load_text_model
 
-        return load(self.folder, **choice)
+        return load_text_model(self.folder, **choice)
 
 
 def run(
@@ -71,7 +71,7 @@ def run(
         TitanliteError: a mistake in the config, the data or the run folder, as a command would tell it.
         RunFailedError: the run has started and failed.
     """
-    flags = _flags(config, changes)
+    flags = _as_flags(config, changes)
     checked = checked_run(flags, gpus)
     check_start(checked.config, checked.inputs)
     command = [sys.executable, "-m", "titanlite", "train", *flags, *(["--gpus", str(gpus)] if gpus else [])]
@@ -106,11 +106,11 @@ def plan(
     from titanlite.commands.planned_run import plan_run
     from titanlite.forecast.device_specs import DEFAULT_DEVICE
 
-    planned = plan_run(checked_run(_flags(config, changes), world), str(config), world, device or DEFAULT_DEVICE)
+    planned = plan_run(checked_run(_as_flags(config, changes), world), str(config), world, device or DEFAULT_DEVICE)
     return plan_as_dict(planned, world)
 
 
-def _flags(config: str | os.PathLike[str], changes: Changes | None) -> list[str]:
+def _as_flags(config: str | os.PathLike[str], changes: Changes | None) -> list[str]:
     """Write the values as flags: a list as TOML has it."""
     given = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (changes or {}).items()}
     return ["--config", os.fspath(config), *(f"--{key}={value}" for key, value in given.items())]

@@ -100,7 +100,7 @@ class Decoder:
                     at = lengths + i - 1
                     new = NewTokens.after(at[:, None], longest + i - 1, memory)
                     logits = self.model(tokens[row, at], sequences=new)
-                chosen = choose(self._all_logits(logits), sampling, random)
+                chosen = choose_tokens(self._all_logits(logits), sampling, random)
                 tokens[row, lengths + i] = chosen
                 yield chosen[: len(prompts)].tolist()
                 if is_done():
@@ -140,7 +140,7 @@ class Decoder:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
+def choose_tokens(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
     """Choose a token of each row.
 
     Args:

@@ -38,7 +38,7 @@ class TextModel:
         if target.dims.max_seq_len and self.capacity > target.dims.max_seq_len:
             want = f"at most {target.dims.max_seq_len}, the positions that the model has learned"
             raise ConfigError.of("generate", "tokens", str(self.capacity), want, "fewer tokens, or a shorter prompt")
-        self.module, self._mesh = _load(target, self.capacity)
+        self.module, self._mesh = _load_module(target, self.capacity)
 
     def generate(
         self,
@@ -93,7 +93,7 @@ class TextModel:
         return found[0] if isinstance(prompts, str) else found
 
 
-def _load(target: TrainedModel, capacity: int) -> tuple[nn.Module, Mesh]:
+def _load_module(target: TrainedModel, capacity: int) -> tuple[nn.Module, Mesh]:
     """Load a model in the job's process group; without one, in a group of this process alone, which ends here."""
     is_alone = not dist.is_initialized()
     device = start_process_group(target.config.comm)
@@ -106,7 +106,7 @@ def _load(target: TrainedModel, capacity: int) -> tuple[nn.Module, Mesh]:
             dist.destroy_process_group()
 
 
-def load(
+def load_text_model(
     target: str | os.PathLike[str],
     *,
     step: int | None = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from titanlite.generation.model import load
+from titanlite.generation.model import load_text_model
 
 if TYPE_CHECKING:
     from tests.cli.commands.conftest import Call
@@ -78,7 +78,7 @@ def test_lines_are_typed_in_a_terminal(trained: "Ended", call: "Call", monkeypat
 
 
 def test_python_loads_a_run(trained: "Ended") -> None:
-    model = load(trained.folder)
+    model = load_text_model(trained.folder)
     *_, last = rows(trained)
     texts = [sample["text"] for sample in last["samples"]]  # type: ignore[attr-defined]
     assert model.generate(PROMPTS, 9) == texts

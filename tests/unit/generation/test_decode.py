@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.ranks.models.test_architectures import CASES, exported, fill
 from titanlite.config.schema import Model
 from titanlite.generation import decode
-from titanlite.generation.decode import Decoder, Sampling, choose
+from titanlite.generation.decode import Decoder, Sampling, choose_tokens
 from titanlite.models.find import model_class
 
 GOLDEN = Path(__file__).with_name("transformers_tokens.json")
@@ -81,7 +81,7 @@ def test_a_token_is_chosen_as_often_as_is_likely() -> None:
     logits = p.log().expand(20_000, 4)
 
     def shares(**given: float) -> Tensor:
-        chosen = choose(logits, Sampling(**given), torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+        chosen = choose_tokens(logits, Sampling(**given), torch.Generator().manual_seed(0))  # type: ignore[arg-type]
         return torch.bincount(chosen, minlength=4) / len(chosen)
 
     for given, truth in (
