@@ -42,8 +42,8 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, b
         - the learning rate;
         - [] float32, a divisor of the gradients, which clips them;
         - [] float32, 1 to skip the update, so that no tensor changes, else 0;
-        - whether to measure: the function then returns [2] for each run, the sum of squares of its parameters before
-          the update, and that of their changes;
+        - whether to measure: the function then returns [2] for each run of consecutive parameters in `state.runs`,
+          the sums of squares of the parameters before the update and of their changes;
         - a factor by which all weight decays are multiplied.
 
     Raises:

@@ -88,7 +88,7 @@ class Propagation:
         return True
 
     def _is_possible(self, node: Node, placement: Placement) -> bool:
-        """Return whether a tensor can have a placement; one of several outputs needs a rule with this placement."""
+        """Return whether a tensor can have a placement. For an operator with several outputs, a rule must have it."""
         if isinstance(node.meta["val"], tuple | list):
             return any(rule.output == placement for rule in self.rules[node])
         return not isinstance(placement, Shard) or value(node).shape[placement.dim] % self.ranks == 0

@@ -1,4 +1,7 @@
-"""Device code of `titanlite.kernels.aligned_rows`. Each thread block lays out all groups, and fills a few places."""
+"""Device code of `titanlite.kernels.aligned_rows`.
+
+Each thread block computes where all groups begin, and writes the rows of `PLACES` places of the aligned layout.
+"""
 
 import triton
 import triton.language as tl
