@@ -65,7 +65,8 @@ def _cast_contiguous(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recip
 def _cast_weight(weight: Tensor, how: "_TokenProduct", recipe: Float8Recipe, factor: Tensor) -> Cast:
     """Return a weight [N, K], or its transpose [K, N] if `how` needs that, cast to float8 for a matmul.
 
-    FSDP may have gathered it in float8 already. The kernel that transposes it is ordered after `factor`, the other operand.
+    FSDP may have gathered it in float8 already. The kernel that transposes it is ordered after `factor`, which is the
+    other operand.
     """
     dtype, pow2, by_row = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor", how.weight_of == "row"
     if isinstance(weight, GatheredWeight):
