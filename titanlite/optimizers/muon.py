@@ -108,21 +108,27 @@ class Muon:
         norms: GroupNorms | None = None,
         decay_factor: float = 1.0,
     ) -> None:
-        """Apply one update, or none. Arguments as in `UpdateRule.step`; `decay_factor` multiplies all weight decays."""
+        """Apply one update, or none if `skip` is 1, which the host does not know: rows are exchanged in any case.
+
+        Gradients are divided by `divisor`. `decay_factor` multiplies all weight decays. See `UpdateRule.step`.
+        """
         if not self.buckets:
             return
         self._begin(skip)
-        shards = tensor_table("gradient", [grads[name] for name in self.locals])  # allocated anew each step
-        coming, previous = self._collect(self._tables[0], shards, divisor, skip), None
-        for tables, following in zip(self._tables, (*self._tables[1:], None), strict=True):
+        # Bucket i is orthogonalised while rows of bucket i + 1 are collected and results of bucket i - 1 go back.
+        gradients = tensor_table("gradient", [grads[name] for name in self.locals])  # new tensors in each step
+        coming = self._collect(self._tables[0], gradients, divisor, skip)
+        previous: tuple[_Tables, _Exchange] | None = None  # the bucket before, and the exchange of its results
+        for current, following in zip(self._tables, (*self._tables[1:], None), strict=True):
             collected = coming.wait()
-            if following is not None:  # send its rows while this bucket is computed
-                coming = self._collect(following, shards, divisor, skip)
-            returning = self._hand_back(tables, self._orthogonalise(tables, collected))
-            if previous is not None:  # its results were sent while this bucket was computed
+            if following is not None:
+                coming = self._collect(following, gradients, divisor, skip)
+            # The results have no name, so that their memory is free once they are copied for sending.
+            returning = self._hand_back(current, self._orthogonalise(current, collected))
+            if previous is not None:
                 self._apply(*previous, lr, skip, norms, decay_factor)
-            previous = tables, returning
-        assert previous is not None  # noqa: S101
+            previous = current, returning
+        assert previous is not None  # noqa: S101  # there is a bucket
         self._apply(*previous, lr, skip, norms, decay_factor)
         self._end()
 
@@ -166,15 +172,24 @@ class Muon:
     def _apply(
         self,
         tables: "_Tables",
-        taken: "_Exchange",
+        returning: "_Exchange",
         lr: float,
         skip: Tensor,
         norms: GroupNorms | None,
         decay_factor: float,
     ) -> None:
         """Wait for the results of a bucket, and update the rows that this rank holds."""
-        given = tables.taken_to_shard, self._parameters, taken.wait(), tables.scales, tables.decays, lr, skip
-        squares = update_rows(*given, measure=norms is not None, decay_factor=decay_factor)
+        squares = update_rows(
+            tables.taken_to_shard,
+            self._parameters,
+            returning.wait(),
+            tables.scales,
+            tables.decays,
+            lr,
+            skip,
+            measure=norms is not None,
+            decay_factor=decay_factor,
+        )
         if norms is not None and squares is not None:
             stacks, rows = tables.bucket.stacks, tables.bucket.taken.rows
             norms.add_updates_of_rows([(stacks[each.stack].parameter, len(each.at)) for each in rows], squares)
@@ -196,19 +211,21 @@ class Muon:
         in_given, in_taken = dict(_places_of_runs(bucket.given)), dict(_places_of_runs(bucket.taken))
         given, taken, scales, decays = [], [], [], []
         for rows in bucket.taken.rows:  # all rows that this rank holds
-            name, of, columns, _ = bucket.stacks[rows.stack]
-            run = numbers[name], rows.at * rows.columns, rows.columns
-            given.append((*run, in_given.get(rows.stack, NOWHERE)))
-            taken.append((*run, in_taken[rows.stack]))
+            name, matrix_rows, columns, _ = bucket.stacks[rows.stack]
+            in_shard = numbers[name], rows.at * rows.columns, rows.columns
+            given.append((*in_shard, in_given.get(rows.stack, NOWHERE)))
+            taken.append((*in_shard, in_taken[rows.stack]))
             pace, n = self.paces[name], len(rows.at)
-            scale = pace.lr_factor * self.rule.scale * math.sqrt(max(of.shape[1], columns))
+            scale = pace.lr_factor * self.rule.scale * math.sqrt(max(matrix_rows.shape[1], columns))
             scales.append(torch.full((n,), scale, dtype=torch.float64))
             decays.append(torch.full((n,), pace.lr_factor * pace.weight_decay, dtype=torch.float64))
-        own = {i: (*bucket.stacks[i].rows.shape, bucket.stacks[i].columns) for i in bucket.own}
-        starts = dict(zip(own, accumulate(map(math.prod, own.values()), initial=0), strict=False))
+        shapes = {i: (*bucket.stacks[i].rows.shape, bucket.stacks[i].columns) for i in bucket.own}  # [B, R, C]
+        sizes = map(math.prod, shapes.values())
+        starts = dict(zip(shapes, accumulate(sizes, initial=0), strict=False))  # offset of each; the last sum is unused
 
         def of_stacks(transfer: Transfer) -> RowTable:
-            firsts = (rows.at * own[rows.stack][2] + rows.first_column + starts[rows.stack] for rows in transfer.rows)
+            """Pair the rows of this rank's stacks with their places in the buffer of `transfer`."""
+            firsts = (r.at * shapes[r.stack][2] + r.first_column + starts[r.stack] for r in transfer.rows)
             places = (first for _, first in _places_of_runs(transfer))
             runs = zip(transfer.rows, firsts, places, strict=True)
             return table((0, at, rows.columns, place) for rows, at, place in runs).on(self.mesh.device)
@@ -222,7 +239,7 @@ class Muon:
             stacks_to_returned=of_stacks(bucket.returned),
             scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
             decays=torch.cat(decays).to(on) if decays else torch.empty(0, device=on),
-            own=list(own.values()),
+            own=list(shapes.values()),
         )
 
 

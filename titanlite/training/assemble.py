@@ -157,11 +157,14 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     config, dims, float8 = asked.config, asked.dims, asked.float8
 
     # The model, and checks of the names in the config.
-    own = asked.optimizer.own_rules
-    try_rules((own[group.rule], group.own) for group in asked.optimizer.groups.values() if group.rule in own)
+    user_rules, groups = asked.optimizer.own_rules, asked.optimizer.groups.values()
+    try_rules((user_rules[group.rule], group.own) for group in groups if group.rule in user_rules)
     model = build_model(config.model, dims, longest_seq_len(config))
-    settings, counts = _find_what_is_named(asked, model), count_parameters(model)
-    of_blocks = None  # None: all; a user's file may have more or fewer blocks than its recipe
+    settings = _find_what_is_named(asked, model)
+    n_elements, n_active = count_parameters(model)
+    # The save-list's active rules in each remaining block. None: the model has all its blocks, of which a user's file
+    # may have more or fewer than its recipe.
+    of_blocks = None
     if blocks is not None:
         for n in {*range(dims.n_layers)}.difference(blocks):
             del model.layers._modules[str(n)]  # the remaining blocks keep their names
@@ -174,9 +177,10 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     if device.is_gpu:
         receipt.add(choose_attention(device, config, dims))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
-    largest = largest_stage(config)
-    plan = sharding_plan(largest, dims).layers if mesh.tp_group is not None else {}
-    converted, warnings = split_model(model, largest, float8, mesh, plan, receipt), ()
+    largest_config = largest_stage(config)  # with the batch and length of the training stage that needs most memory
+    plan = sharding_plan(largest_config, dims).layers if mesh.tp_group is not None else {}
+    converted = split_model(model, largest_config, float8, mesh, plan, receipt)  # also converts to float8
+    warnings: tuple[str, ...] = ()
     if converted is not None:
         if config.job.strict:
             _check_converted(asked, converted)
@@ -187,13 +191,14 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
         warnings = (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()
 
     # The memory model of the run, and activation checkpointing.
-    is_known = device.is_gpu or not device.is_named
-    why = no_copy_engines(mesh) if is_known and uses_copy_engines(config, mesh.fsdp.size(-1)) else None
-    parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why else config.parallelism
-    as_it_is = replace(largest, parallelism=parallelism)
+    why_no_engines = None
+    if (device.is_gpu or not device.is_named) and uses_copy_engines(config, mesh.fsdp.size(-1)):
+        why_no_engines = no_copy_engines(mesh)
+    parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why_no_engines else config.parallelism
+    actual_config = replace(largest_config, parallelism=parallelism)
     host = device.host if device.is_named else ranks_of_a_host()
     whole = model if blocks is None else None
-    memory = MemoryModel(as_it_is, dims, float8, asked.optimizer, dist.get_world_size(), whole, host)
+    memory = MemoryModel(actual_config, dims, float8, asked.optimizer, dist.get_world_size(), whole, host)
     save_list, chosen, use = asked.save_list, None, None
     if save_list is None and not device.is_named:
         chosen = _choose_save_list(asked, model, memory, mesh)
@@ -202,7 +207,20 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
         use = apply_activation_checkpoint(model, save_list, of_blocks)
         check_matches(save_list, memory.run, config.job.strict)
     return Assembly(
-        asked, model, mesh, *counts, settings, converted, memory, why, save_list, chosen, use, receipt, warnings
+        asked=asked,
+        model=model,
+        mesh=mesh,
+        n_elements=n_elements,
+        n_active=n_active,
+        settings=settings,
+        float8=converted,
+        memory=memory,
+        no_copy_engines=why_no_engines,
+        save_list=save_list,
+        chosen=chosen,
+        save_list_use=use,
+        receipt=receipt,
+        warnings=warnings,
     )
 
 

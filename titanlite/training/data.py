@@ -82,26 +82,30 @@ class HeldOut(NamedTuple):
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
-    """Open the token shards of a run. Missing ones are made now or in the background; `progress`: show a bar."""
+    """Open the token shards of a run. Missing ones are tokenized now or, with `data.prepare = "background"`, during
+    training. `progress`: show a bar.
+    """
     config, vocab_size = asked.config, asked.dims.vocab_size
-    train, making = dict[str, Corpus](), None
-    keys = {name: key for name, (key, _) in source_keys(config).items()}
+    train: dict[str, Corpus] = {}
+    keys: dict[str, str] = {}  # config key of each source, by its name
     for name, (key, source) in source_keys(config).items():
+        keys[name] = key
         if config.data.prepare == "background":
             train[name] = open_growing(source, config.data, vocab_size, key)
         else:
             train[name] = prepare(source, config.data, vocab_size, progress=progress, key=key)
-    growing = {keys[name]: shards for name, shards in train.items() if not shards.is_whole}
-    if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one process per host
+    growing = {keys[name]: corpus for name, corpus in train.items() if not corpus.is_whole}
+    making = None
+    if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one background process per host
         making = BackgroundPreparation(growing, config.data, vocab_size)
-    held_out = {
+    held_out = {  # always tokenized now
         key: prepare(source, config.data, vocab_size, progress=progress, key=key)
         for key, source in held_out_sources(config).items()
     }
     packed: dict[str, PackedSamples] = {}
     if config.data.packing == "best_fit":
-        for name, shards in train.items():
-            packed[name] = open_packed(shards, config.data, asked.table.unit_len, progress)
+        for name, corpus in train.items():
+            packed[name] = open_packed(corpus, config.data, asked.table.unit_len, progress)
     return Corpora(train, keys, held_out, growing, packed, making)
 
 
@@ -183,7 +187,8 @@ def open_batches(
     config, training = asked.config, asked.config.training
     unit_len, per_step = table.unit_len, training.global_batch_size or training.local_batch_size * mesh.data_size
     sources: dict[str, Samples] = {}
-    counts, least = SampleCounts(sources), least_samples(config, per_step, unit_len)
+    counts = SampleCounts(sources)  # asks `sources`, which is filled below
+    least = least_samples(config, per_step, unit_len)
 
     def check_whole(name: str) -> None:
         sources[name].require(least, data.keys[name])

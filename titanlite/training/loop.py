@@ -75,7 +75,8 @@ class Loop:
             NoMoreDataError: on all ranks, there is no more data; the steps that were taken are saved.
         """
         config, report, feed, comm = self.run.config, self.report, self.feed, self.run.config.comm
-        windows, last = windows_of(self.run.model), last_step(config)
+        windows = windows_of(self.run.model)
+        last = last_step(config)  # of this start: `training.steps`, or an earlier `job.stop_after`
         new_shapes = {start + 1, *report.table.first_steps}  # steps whose batches have a new shape
         in_flight = deque[InFlight]()
         stopping, step, done = False, start, start  # `done`: the last step taken
@@ -85,7 +86,7 @@ class Loop:
         report.restart_clock()
         for step in range(start + 1, last + 1):
             # Queue the step. A step with a new shape may compile, so the watchdog gets a longer limit.
-            if is_new := step in new_shapes:
+            if may_compile := step in new_shapes:
                 self.watchdog.set_timeout(comm.init_timeout_seconds)
             self.watchdog.progress(step, "step")
             self.profiler.begin(step)
@@ -93,9 +94,10 @@ class Loop:
             in_flight.append(self._queue(step, micro_batches, windows))
             self.profiler.end(step)
 
-            # Read results: one step late, or at once if work after the step needs them. All ranks read equal numbers.
+            # Read results one step late, while the device works; at once before a pause, a stop or the end. `stopping`
+            # may change in this loop: then the newest step is read, too. All ranks read equal numbers and stop alike.
             due = self._due(step, last)
-            pauses = any(due) or is_new
+            pauses = any(due) or may_compile  # the host waits for this step; then clock and time limit start anew
             while in_flight and (len(in_flight) > 1 or pauses or stopping or step == last):
                 outcome = in_flight.popleft().read()
                 if outcome.stop_asked:
@@ -105,22 +107,23 @@ class Loop:
                     report.step(outcome)
                     done = outcome.step
             feed.wait.tell_of_ends()
-            if stopping and done < step:  # the steps after `done` were not taken: some rank had no data
+            if stopping and done < step:  # all results have been read: some rank had no data for the steps after `done`
                 break
 
-            # Do the work that is due. A run that stops before its last step validates and evaluates when it is resumed.
-            if due.trace != "begin":
+            # Do the work that is due. If a run stops before `training.steps`, it validates and evaluates when resumed.
+            if due.trace != "begin":  # a trace ends before the work below; one that begins waits until after it
                 self._profile(step)
             if step == start + 1:
                 complete_receipt(self.run, self.folder, report.console, feed.batches.is_masked)
             if due.numerics:
                 self.float8_numerics(step, micro_batches[0])
-            postpones = bool(due.measures) and stopping and step < config.training.steps
-            for measure in () if postpones else due.measures:
-                measure(step)
+            postpones_measures = bool(due.measures) and stopping and step < config.training.steps
+            if not postpones_measures:
+                for measure in due.measures:
+                    measure(step)
             if due.save or (stopping and config.checkpoint.enable):
-                self._save(step, validation_due=postpones)
-            if due.trace == "begin":  # after measurements and checkpoint, which are no part of a step
+                self._save(step, validation_due=postpones_measures)
+            if due.trace == "begin":
                 self._profile(step)
             if self.background is not None:
                 self._say_saved(self.background.written())
@@ -130,8 +133,8 @@ class Loop:
                 self.watchdog.set_timeout(comm.train_timeout_seconds)
                 report.restart_clock()
         feed.wait.close()
-        # If data ended before a checkpoint was due, the steps after the last checkpoint are saved now.
-        self._end(done, save=start < done < step and done % config.checkpoint.interval > 0)
+        data_ended = start < done < step  # before the last step that was queued; save the steps since a checkpoint
+        self._end(done, save=data_ended and done % config.checkpoint.interval > 0)
         if end_of_data is not None and done < last:
             raise end_of_data
         return done

@@ -52,54 +52,62 @@ def train_step(
 
     Returns:
         By name, tensors [] float32 on the device, equal on every rank. For the loop: `skipped`, 1 if the update was
-        skipped; `stop_asked` and `lacked_data`, numbers of ranks; `attended`, the mean over ranks; and `targets`, their
-        number. To be logged: `loss`, the mean over the global batch's targets; `grad_norm`, of all gradients before
-        clipping; with a z-loss its mean `z_loss`, without its coefficient; `loss.<source>`, `NONE` if the source has no
-        targets; and if the step is `logged`, the numbers of `GroupNorms`.
+        skipped; `stop_asked` and `lacked_data`, numbers of ranks; `attended`, the mean over ranks; and `targets`, the
+        number of targets of the global batch. To be logged: `loss`, the mean over the global batch's targets;
+        `grad_norm`, of all gradients before clipping; with a z-loss its mean `z_loss`, without its coefficient;
+        `loss.<source>`, `NONE` if the source has no targets; and if the step is `logged`, the numbers of `GroupNorms`.
     """
-    # Every rank of a tensor-parallel group sees the same targets, hence the division.
-    targets_of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
-    all_targets = targets_of_batches.sum()
-    dist.all_reduce(all_targets)
-    targets = (all_targets // run.mesh.tp_size).float()  # rounded once: float32 is exact up to 2^24
-    divisor_of_loss = targets.clamp(min=1)  # without targets all losses are 0
+    # Count targets. All ranks of a tensor-parallel group count the same ones, hence the division. Integers are rounded
+    # once: float32 is exact up to 2^24.
+    n_by_batch = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
+    n_all = n_by_batch.sum()
+    dist.all_reduce(n_all)
+    n_targets = (n_all // run.mesh.tp_size).float()
+    divisor_of_loss = n_targets.clamp(min=1)  # without targets all losses are 0
+    # For routers: each micro-batch's share of the step's targets, over all ranks that split its sequences.
     if run.routers is not None and run.mesh.context is not None:
-        dist.all_reduce(targets_of_batches, group=run.mesh.context.get_group())
-    shares = targets_of_batches / divisor_of_loss
+        dist.all_reduce(n_by_batch, group=run.mesh.context.get_group())
+    shares = n_by_batch / divisor_of_loss
 
-    means, by_source = _forward_backward(run, batches, divisor_of_loss, shares, len(sources))
+    # Forward and backward, then the norm of the gradients.
+    loss_terms, by_source = _forward_backward(run, batches, divisor_of_loss, shares, len(sources))
     gradients = run.optimizer.gradients()
-    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
-    norms = run.optimizer.group_norms() if logged else None
-    norm = run.optimizer.norm(gradients, norms)
-    loss = means["loss"]
-    # One all-reduce sums the terms of this rank over all ranks.
-    numbers = {"stop_asked": stop_requested, "attended": attended / dist.get_world_size(), "lacked_data": lacks_data}
-    terms = {"loss": loss} | {name: torch.full_like(loss, number) for name, number in numbers.items()} | means
+    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)  # in place, so that `gradients` are reduced
+    group_norms = run.optimizer.group_norms() if logged else None
+    grad_norm = run.optimizer.norm(gradients, group_norms)
+
+    # One all-reduce sums the terms of all ranks.
+    loss = loss_terms["loss"]
+    of_host = {"stop_asked": stop_requested, "attended": attended / dist.get_world_size(), "lacked_data": lacks_data}
+    terms = {"loss": loss}  # first in order
+    terms |= {name: torch.full_like(loss, number) for name, number in of_host.items()}
+    terms |= loss_terms  # `loss` again, and `z_loss` if there is one
     totals = torch.stack([*terms.values()])
     dist.all_reduce(totals)
     results = dict(zip(terms, totals.unbind(), strict=True))
     if sources:
         dist.all_reduce(by_source)
 
-    # Every rank takes the same decision, since it depends on reduced values alone.
-    skip = (~torch.isfinite(results["loss"] + norm) | (results["lacked_data"] > 0) | (targets == 0)).float()
+    # Every rank takes the same decision, since it depends on reduced values alone. A sum is finite only if both are.
+    skip = (~torch.isfinite(results["loss"] + grad_norm) | (results["lacked_data"] > 0) | (n_targets == 0)).float()
     max_norm = run.config.training.max_norm
-    divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    divisor = (grad_norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)  # of gradients
+
+    # Update, and prepare the next step.
     with span(OPTIMIZER):
-        run.optimizer.step(gradients, lr, divisor, skip, norms)
+        run.optimizer.step(gradients, lr, divisor, skip, group_norms)
         if run.average is not None:
             run.average.update(skip)
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
         if run.routers is not None:
             run.routers.balance(skip)
-    results |= {"grad_norm": norm, "skipped": skip, "targets": targets}
+    results |= {"grad_norm": grad_norm, "skipped": skip, "targets": n_targets}
     if sources:
         total, count = by_source
         of_sources = torch.where(count > 0, total / count, NONE).float().unbind()
         results |= {f"loss.{name}": mean for name, mean in zip(sources, of_sources, strict=True)}
-    return results if norms is None else results | norms.numbers()
+    return results if group_norms is None else results | group_norms.numbers()
 
 
 def _forward_backward(
