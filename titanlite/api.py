@@ -7,7 +7,6 @@ losses = [row["loss"] for row in run.metrics if "loss" in row]
 print(run.load().generate("def main("))
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.errors import RunFailedError
+import tomli_w
+
+from titanlite.errors import ConfigError, RunFailedError
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.observer import Sample
 from titanlite.observe.samples_file import read_samples
@@ -42,12 +43,12 @@ class FinishedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, in order of their steps; None stands for a number that was not finite."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        return read_metrics(RunFolder(self.folder).metrics)
 
     @property
     def samples(self) -> list[tuple[int, list[Sample]]]:
         """Return (step, samples) of each validation, if the config has `validation.samples`."""
-        return read_samples(self.folder / "samples.jsonl")
+        return read_samples(RunFolder(self.folder).samples)
 
     def load(self, **choice: Any) -> "TextModel":
         """Load the model of its newest checkpoint; arguments as of `titanlite.load`."""
@@ -79,10 +80,14 @@ def run(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     with process:
         assert process.stdout is not None  # noqa: S101
-        for line in process.stdout:
-            last.append(line)
-            if show:
-                sys.stdout.write(line)
+        try:
+            for line in process.stdout:
+                last.append(line)
+                if show:
+                    sys.stdout.write(line)
+        except BaseException:  # as an interrupt: the run saves and ends, too
+            process.terminate()
+            raise
     if process.returncode:
         raise RunFailedError(f"the run ended with exit code {process.returncode}:\n{''.join(last)}")
     return FinishedRun(RunFolder.of(checked.config).path)
@@ -111,6 +116,13 @@ def plan(
 
 
 def _as_flags(config: str | os.PathLike[str], changes: Changes | None) -> list[str]:
-    """Write the values as flags: a list as TOML has it."""
-    given = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (changes or {}).items()}
-    return ["--config", os.fspath(config), *(f"--{key}={value}" for key, value in given.items())]
+    """Write the values as flags, in TOML syntax where they are no texts."""
+    flags = ["--config", os.fspath(config)]
+    for key, value in (changes or {}).items():
+        try:
+            text = value if isinstance(value, str) else tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+        except TypeError as error:
+            want, fix = "a value that TOML has: a text, a number, true, false or a list of them", "another value"
+            raise ConfigError.of("changes", key, repr(value), want, fix) from error
+        flags.append(f"--{key}={text}")
+    return flags

@@ -10,16 +10,17 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from titanlite.commands.arguments import Command, number_of
 from titanlite.config.build import show
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, DataError
+from titanlite.evaluation.prompts import encode_prompts
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.trained_model import find_trained_model
 
 _WHERE = "titanlite generate"
 _TOKENS, _TEMPERATURE = 128, 0.8
+_AT_ONCE = 32  # prompts of a batch
 COMMAND = Command(
     "generate",
     __doc__ or "",
@@ -54,40 +55,47 @@ def run(argv: Sequence[str]) -> int:
     if "--prompt" in given and "--file" in given:
         want = "either --prompt or --file"
         raise ConfigError.of("command line", "--file", given["--file"], want, "leave one out")
-    n = number_of({"--tokens": str(_TOKENS), **given}, "--tokens", int, "a number of tokens", "--tokens 64")
+    n = number_of(given, "--tokens", int, "a number of tokens", "--tokens 64") or _TOKENS
     temperature = number_of(given, "--temperature", float, "0 or more", "--temperature 0.8", above=-1e-9)
     choice = {
         "stop": given.get("--stop", ""),
         "temperature": _TEMPERATURE if temperature is None else temperature,
         "top_k": number_of(given, "--top-k", int, "a number of tokens", "--top-k 50") or 0,
         "top_p": number_of(given, "--top-p", float, "above 0, at most 1", "--top-p 0.95", below=1 + 1e-9) or 1.0,
-        "seed": number_of(given, "--seed", int, "a whole number", "--seed 1", above=-1, below=2**63) or 0,
     }
+    seed = number_of(given, "--seed", int, "a whole number", "--seed 1", above=-1, below=2**63) or 0
     prompts = _prompts(given)
     path = Path(os.path.expanduser(word))
     target = find_trained_model(_WHERE, path, given.get("--step"), given.get("--tokenizer"), "--ema" in given)
+    flag = "--file" if "--file" in given else "--prompt"
+    known = encode_prompts(prompts or (), target.tokenizer, n, sys.maxsize, flag, "--tokens")
+    # Lines that will be typed have half of the sequence, at least.
+    n = n if prompts is not None else min(n, max(1, target.seq_len // 2))
 
     import torch.distributed as dist
 
     from titanlite.generation.model import TextModel
 
-    assert n is not None  # noqa: S101  # it has a default
-    longest = max((len(ids) for ids in target.tokenizer.encode_batch(prompts)), default=0) if prompts else 0
-    model = TextModel(target, max(target.seq_len, longest + n + 1))
-    if model.capacity > target.seq_len:
-        _say_on_rank_0(f"note: longer than the {target.seq_len} tokens that the model was trained on\n", sys.stderr)
+    model = TextModel(target, max([target.seq_len, *(len(ids) + n for ids in known)]))
+    if model.capacity > target.seq_len and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"note: longer than the {target.seq_len} tokens that the model was trained on\n")
     try:
         if prompts is None:
-            for line in _typed_lines():
-                model.generate(line, n, **choice, show=_say_on_rank_0)
-                _say_on_rank_0("\n")
+            for number, line in enumerate(_typed_lines()):
+                try:
+                    model.generate(line, n, **choice, seed=seed + number, show=_say_on_rank_0)
+                    _say_on_rank_0("\n")
+                except DataError as error:
+                    sys.stderr.write(f"{error}\n")
         elif len(prompts) == 1:
             _say_on_rank_0(prompts[0])
-            model.generate(prompts[0], n, **choice, show=_say_on_rank_0)
+            model.generate(prompts[0], n, **choice, seed=seed, show=_say_on_rank_0)
             _say_on_rank_0("\n")
         else:
-            for prompt, text in zip(prompts, model.generate(prompts, n, **choice), strict=True):
-                _say_on_rank_0(f"{prompt}{text}\n\n")
+            for first in range(0, len(prompts), _AT_ONCE):
+                some = prompts[first : first + _AT_ONCE]
+                for prompt, text in zip(some, model.generate(some, n, **choice, seed=seed), strict=True):
+                    _say_on_rank_0(f"{prompt}{text}\n\n")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -101,7 +109,7 @@ def _prompts(given: dict[str, str]) -> list[str] | None:
     if "--file" in given:
         path = Path(os.path.expanduser(given["--file"]))
         try:
-            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+            lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             want, fix = "a text file with a prompt in each line", "name one that can be read"
             raise ConfigError.of("command line", "--file", f"{show(str(path))} ({error})", want, fix) from error
@@ -126,9 +134,7 @@ def _typed_lines() -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def _say_on_rank_0(text: str, to: TextIO | None = None) -> None:
-    """Write on rank 0, on standard output if nothing else is given."""
+def _say_on_rank_0(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        to = to or sys.stdout
-        to.write(text)
-        to.flush()
+        sys.stdout.write(text)
+        sys.stdout.flush()

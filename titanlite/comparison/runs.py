@@ -17,8 +17,6 @@ from titanlite.comparison.wandb_runs import fetch_run, is_run_path
 from titanlite.errors import Problem, describe
 from titanlite.json_file import MALFORMED, as_type, read_json
 from titanlite.observe.metrics import RunError, is_of_step, read_metrics
-from titanlite.observe.observer import Sample
-from titanlite.observe.samples_file import read_samples
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.same_run import dotted
 from titanlite.streams import one_line
@@ -39,7 +37,6 @@ class RunRecord:
     receipt: list[dict[str, Any]] | None  # of receipt.json, one entry per feature; None if there is none
     is_running: bool = False  # whether a job trains the run now, by its status.json
     path: Path = Path()  # path of the folder, or on wandb's server, as the user gave it
-    samples: Sequence[tuple[int, Sequence[Sample]]] = ()  # of samples.jsonl: (step, samples)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -148,8 +145,7 @@ def _read(path: Path, name: str) -> RunRecord:
         raise RunError.of(where, f"tokens of step {bad['step']}", saw, want, "restore the file from a copy")
     is_running = RunFolder(path).seems_in_use() is not None
     config, receipt = recorded_config(path), recorded_receipt(path)
-    samples = read_samples(path / "samples.jsonl")
-    return RunRecord(name, rows, config, _recorded_state(path), receipt, is_running, path, samples)
+    return RunRecord(name, rows, config, _recorded_state(path), receipt, is_running, path)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

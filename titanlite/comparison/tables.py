@@ -7,6 +7,8 @@ from typing import Any
 
 from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metric_table import METRICS, Column
+from titanlite.observe.samples_file import read_samples
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.same_run import dotted
 from titanlite.streams import escaped
 
@@ -111,7 +113,7 @@ def samples_by_prompt(records: Sequence[RunRecord]) -> list[tuple[str, list[tupl
     """Return, by prompt, rows of a step and what each run added after it; of many steps some, and always the last."""
     texts: dict[str, dict[int, list[str]]] = {}
     for run, record in enumerate(records):
-        for step, samples in record.samples:
+        for step, samples in read_samples(RunFolder(record.path).samples):
             for sample in samples:
                 row = texts.setdefault(sample.prompt, {}).setdefault(step, [""] * len(records))
                 row[run] = escaped(sample.text)

@@ -25,6 +25,8 @@ from titanlite.config.torchtitan import answer_to_key
 from titanlite.config.torchtitan_config import TorchtitanConfig
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
+_OF_TEXTS = ("validation.samples",)
+
 
 def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
     """Read the config file that the arguments `argv` name, and apply the flags.
@@ -130,7 +132,8 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
             want, fix = "tables in the config file, and no flag", f"write [[{key}]] there, as often as there are tables"
         else:
             try:
-                table = replace(getattr(config, section), **{name: _value_of_flag(hint, words)})
+                value = _texts_of_flag(words) if key in _OF_TEXTS else _value_of_flag(hint, words)
+                table = replace(getattr(config, section), **{name: value})
                 config = replace(config, **{section: table})
                 continue
             except ValueError:
@@ -159,16 +162,22 @@ def _key_that_was_meant(key: str, words: list[str]) -> tuple[str, str]:
     return want, meant or f"see --help {section if own else ''}".rstrip()
 
 
+def _texts_of_flag(words: list[str]) -> tuple[str, ...]:
+    """Return the texts of a flag whose values may have commas: each word is one, unless a word is a list in TOML."""
+    if len(words) != 1 or not words[0].startswith("["):
+        return tuple(words)
+    items = tomli.loads(f"items = {words[0]}")["items"]  # a TOMLDecodeError is a ValueError
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError(words[0])
+    return tuple(items)
+
+
 def _value_of_flag(hint: Any, words: list[str]) -> Any:
     """Convert the words of a flag to its type, or raise ValueError. "None" is legal if the type includes None."""
     options = options_of(hint)
     if get_origin(hint) is tuple:
         text = ",".join(words)
-        if text.startswith("[") and text.endswith("]"):
-            with suppress(tomli.TOMLDecodeError):  # raised if the shell has removed the quotes
-                items = tomli.loads(f"items = {text}")["items"]
-                if all(isinstance(item, str) for item in items):
-                    return tuple(items)
+        if text.startswith("[") and text.endswith("]"):  # TOML syntax; the shell may have removed its quotes
             text = text[1:-1]
         return tuple(part for p in text.split(",") if (part := p.strip(" \"'")))
     (word,) = words or (["true"] if hint is bool else [])

@@ -9,7 +9,7 @@ from titanlite.data.inputs import Inputs
 from titanlite.data.prepare import check_vocabulary
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import DataError
-from titanlite.evaluation.prompts import encode_prompts
+from titanlite.evaluation.prompts import SAMPLE_KEYS, encode_prompts
 from titanlite.evaluation.tasks import KEY, load_tasks
 
 _LEAST = 1000  # least steps between evaluations, if the config gives none
@@ -30,7 +30,7 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
     load_tasks(config.evaluation.tasks, with_hub=False)
     if inputs is None:
         return
-    key = KEY if config.evaluation.tasks else "validation.samples"
+    key = KEY if config.evaluation.tasks else SAMPLE_KEYS[0]
     if inputs.tokenizer is None and "data.tokenizer" not in origin.places:
         want = "data.tokenizer as well: token files do not say which tokenizer made their ids"
         fix = 'tokenizer = "tokenizer.json" in [data]: the one that made the token files'
@@ -38,7 +38,7 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
     tokenizer = tokenizer_of(config, inputs)
     if inputs.tokenizer is None and vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    encode_prompts("validation.samples", samples, tokenizer, config.validation.sample_tokens, config.training.seq_len)
+    encode_prompts(samples, tokenizer, config.validation.sample_tokens, config.training.seq_len, *SAMPLE_KEYS)
 
 
 def tokenizer_of(config: Config, inputs: Inputs) -> Tokenizer:

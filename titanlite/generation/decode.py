@@ -5,12 +5,14 @@ the same tokens. The number of forward passes depends on the prompts' lengths an
 the loop, which must say the same on every rank.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generation.kept_keys import KeyMemory, NewTokens
 from titanlite.kernels.collectives import Group, all_gather
 from titanlite.models.layers import Sequences
@@ -34,6 +36,18 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise a ConfigError if a number is out of range."""
+        for key, is_right, want in (
+            ("temperature", 0 <= self.temperature < math.inf, "0, or a number above it"),
+            ("top_k", self.top_k >= 0, "0 for all tokens, or a number of them"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("seed", 0 <= self.seed < 2**63, "at least 0, below 2^63"),
+        ):
+            if not is_right:
+                fix = {"temperature": "0.8", "top_k": "50", "top_p": "0.95", "seed": "1"}[key]
+                raise ConfigError.of("generate", key, str(getattr(self, key)), want, f"{key} = {fix}")
+
 
 class Decoder:
     """A model that continues prompts.
@@ -47,6 +61,7 @@ class Decoder:
         softcap: of the logits; 0: none.
         keeps_keys: compute each new token alone. Without, rows are computed whole for each token, which any model can.
         row_unit: rows of a batch are padded to a multiple of this number.
+        requires_finite: raise a CheckpointError if logits are no numbers, on every rank; else they choose any token.
     """
 
     def __init__(
@@ -60,10 +75,11 @@ class Decoder:
         softcap: float = 0.0,
         keeps_keys: bool = True,
         row_unit: int = 1,
+        requires_finite: bool = False,
     ) -> None:
         self.model, self.device, self.tp_group = model, device, tp_group
         self.capacity, self.vocab_size, self.softcap = capacity, vocab_size, softcap
-        self.keeps_keys, self.row_unit = keeps_keys, row_unit
+        self.keeps_keys, self.row_unit, self.requires_finite = keeps_keys, row_unit, requires_finite
 
     @torch.no_grad()
     def continue_prompts(
@@ -88,7 +104,8 @@ class Decoder:
         for row, prompt in zip(tokens, prompts, strict=False):
             row[: len(prompt)] = torch.tensor(prompt)
         lengths, tokens = lengths.to(self.device), tokens.to(self.device)
-        memory, random = KeyMemory(n_rows, longest + limit), torch.Generator(self.device).manual_seed(sampling.seed)
+        memory = KeyMemory(len(prompts), longest + limit)
+        random = torch.Generator(self.device).manual_seed(sampling.seed)
         row = torch.arange(n_rows, device=self.device)
         with torch.compiler.set_stance("force_eager"):  # each shape would be compiled anew
             for i in range(limit):
@@ -100,7 +117,11 @@ class Decoder:
                     at = lengths + i - 1
                     new = NewTokens.after(at[:, None], longest + i - 1, memory)
                     logits = self.model(tokens[row, at], sequences=new)
-                chosen = choose_tokens(self._all_logits(logits), sampling, random)
+                logits = self._all_logits(logits)
+                if self.requires_finite and not bool(logits[: len(prompts)].isfinite().all()):
+                    want, fix = "logits that are finite numbers", "another step or folder: these weights are damaged"
+                    raise CheckpointError.of("generate", "weights", "logits that are no numbers", want, fix)
+                chosen = choose_tokens(logits, sampling, random)
                 tokens[row, lengths + i] = chosen
                 yield chosen[: len(prompts)].tolist()
                 if is_done():
@@ -153,7 +174,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, random: torch.Generator) -
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # the largest is 0: none overflows
     if 0 < sampling.top_k < logits.shape[1]:
         least = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -46,7 +46,7 @@ class NewTokens(Sequences):
     """The next n tokens of each of B rows, M = B·n, which see the kept keys of their row.
 
     Attributes:
-        at: [B, n] int64, each token's position in its row.
+        at: [B, n] int64, each token's position in its row; B may be more than the rows of `memory`.
         end: number of positions up to and including the last one of `at`, rounded up; on the host.
         memory: keys and values of earlier tokens.
     """
@@ -75,15 +75,20 @@ class NewTokens(Sequences):
         raise ConfigError.of("attention", "sequences.rows", saw, want, "as in titanlite/models/llama3.py")
 
     def attend(self, layer: CausalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Sequences.attend`. The queries that share a key are rows of one matrix: no key is copied."""
-        (B, n), K = self.at.shape, k.shape[1]
-        k, v = (x.unflatten(0, (B, n)) for x in (k, v))
-        keys, values = self.memory.keep(layer, self.at, k, v, self.end)
+        """See `Sequences.attend`. The queries that share a key are rows of one matrix: no key is copied.
+
+        Rows after those of the memory pad the batch: they attend to nothing, and their results are 0.
+        """
+        (rows, n), K = self.at[: self.memory.rows].shape, k.shape[1]
+        at, result = self.at[:rows], q.new_zeros(q.shape)
+        q, k, v = (x[: rows * n].unflatten(0, (rows, n)) for x in (q, k, v))
+        keys, values = self.memory.keep(layer, at, k, v, self.end)
         others = torch.arange(self.end, device=q.device)
-        seen = others <= self.at[..., None]  # [B, n, end]
+        seen = others <= at[..., None]  # [B, n, end]
         if window := layer.window_in(self.longest):
-            seen &= others > self.at[..., None] - window
-        q = q.unflatten(1, (K, -1)).unflatten(0, (B, n)).permute(0, 2, 3, 1, 4)  # [B, K, R, n, E]
+            seen &= others > at[..., None] - window
+        q = q.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)  # [B, K, R, n, E]
         mask = seen[:, None].expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]  # [B, 1, R·n, end]
         out = F.scaled_dot_product_attention(q.flatten(2, 3), keys.transpose(1, 2), values.transpose(1, 2), mask)
-        return out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        result[: rows * n] = out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        return result

@@ -1,6 +1,7 @@
 """A model with its weights in the compute dtype, for generation: whole on one process, split by tensor parallelism on
 several."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,19 +39,32 @@ def load_split_model(
         TitanliteError: on every rank, if the weights are damaged or of another model, or the model cannot be split over
             the processes.
     """
-    layout = Parallelism(tensor_parallel_degree=dist.get_world_size())
+    world = dist.get_world_size()
+    capacity = -(-capacity // world) * world  # a plan divides the tokens of a sequence by the ranks
+    layout = Parallelism(tensor_parallel_degree=world)
     config = replace(config, parallelism=layout, training=replace(config.training, seq_len=capacity))
     model = build_model(config.model, dims, capacity)
     mesh = build_mesh(layout, device, has_experts(model))
     plan = sharding_plan(config, dims).layers if mesh.tp_group is not None else {}
     split_model(model, config, None, mesh, plan, Receipt())
-    model.to_empty(device=mesh.device)
+    names_of = dict[nn.Parameter, list[str]]()  # a tied weight has several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    names = list(names_of.values())
+    del names_of
+    model.to_empty(device=mesh.device)  # which makes a weight for each name
+    for first, *others in names:
+        _set(model, others, model.get_parameter(first))
     fill_buffers(model)
     load_weights_of(model, config, checkpoint, averaged)
-    dtype, cast = getattr(torch, config.training.mixed_precision_param), dict[nn.Parameter, nn.Parameter]()
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in cast:  # a weight may be tied to another
-                cast[parameter] = nn.Parameter(local_data(parameter).to(dtype), requires_grad=False)
-            module.register_parameter(name, cast[parameter])
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    for each in names:  # one after the other, so that no more than one weight is there twice
+        _set(model, each, nn.Parameter(local_data(model.get_parameter(each[0])).to(dtype), requires_grad=False))
     return model.eval(), mesh
+
+
+def _set(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
+    """Put a parameter in the places of these names."""
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module).register_parameter(attribute, parameter)

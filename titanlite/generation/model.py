@@ -34,6 +34,8 @@ class TextModel:
 
     def __init__(self, target: TrainedModel, capacity: int = 0) -> None:
         check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
+        if capacity < 0:
+            raise ConfigError.of("load", "capacity", str(capacity), "a number of tokens", "leave it out")
         self.target, self.capacity = target, capacity or target.seq_len
         if target.dims.max_seq_len and self.capacity > target.dims.max_seq_len:
             want = f"at most {target.dims.max_seq_len}, the positions that the model has learned"
@@ -71,6 +73,8 @@ class TextModel:
 
         Raises:
             DataError: a prompt cannot be encoded, or is longer than `capacity` less `tokens`.
+        ConfigError: a number is out of range.
+        CheckpointError: the model's logits are not finite.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
@@ -85,8 +89,11 @@ class TextModel:
             softcap=self.target.dims.logit_softcap,
             keeps_keys=not self.target.config.model.file,
             row_unit=self._mesh.tp_size,
+            requires_finite=True,
         )
-        encoded = encode_prompts("prompts", texts, tokenizer, tokens, self.capacity)
+        if tokens < 1:
+            raise ConfigError.of("generate", "tokens", str(tokens), "a number of tokens, at least 1", "tokens = 64")
+        encoded = encode_prompts(texts, tokenizer, tokens, self.capacity, "prompts", "tokens")
         found = continue_texts(
             decoder, tokenizer, encoded, tokens, Sampling(temperature, top_k, top_p, seed), stop, show
         )

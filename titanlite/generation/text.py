@@ -34,8 +34,9 @@ class Continuation:
             self.is_done = True
             return
         self._new.append(token)
-        # A tokenizer may write a token otherwise at a text's beginning, so that the prompt is decoded with it.
-        before, whole = (tokenizer.decode(np.array(ids)) for ids in (self.prompt, self.prompt + self._new))
+        # A tokenizer may write a token otherwise at a text's beginning, so that the prompt's text is decoded with it.
+        prompt = [] if self.prompt in ([tokenizer.bos_id], [tokenizer.separator_id]) else self.prompt
+        before, whole = (tokenizer.decode(np.array(ids, np.int64)) for ids in (prompt, prompt + self._new))
         self.text = whole[len(before) :]
         if stop and stop in self.text:
             self.text, self.is_done = self.text.partition(stop)[0], True
@@ -44,8 +45,9 @@ class Continuation:
         """Return the text that more tokens will not change: whole characters, and nothing that may begin the stop."""
         if is_last or self.is_done:
             return self.text
-        held = next((n for n in range(min(len(stop), len(self.text)), 0, -1) if self.text.endswith(stop[:n])), 0)
-        return self.text[: len(self.text) - held].rstrip(_INCOMPLETE)
+        text = self.text.rstrip(_INCOMPLETE)
+        held = next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        return text[: len(text) - held]
 
 
 def continue_texts(

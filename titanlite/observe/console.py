@@ -71,10 +71,11 @@ class Console(Observer):
             self._warn_of_wait()
 
     def samples(self, step: int, tokens: int, samples: Sequence[Sample]) -> None:
-        """Show each sample in at most two lines."""
+        """Show each sample in one line."""
         for sample in samples:
-            text = " ".join(f"{sample.prompt}{sample.text}".split())
-            self.notice(f"sample  {text[: 2 * WIDTH - 20]}{'…' * (len(text) > 2 * WIDTH - 20)}")
+            prompt, text = (" ".join(escaped(part).split()) for part in sample)
+            line = f"sample  {prompt} → {text}"
+            self.notice(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…")
 
     def measure_by(self, work: Callable[[int], float]) -> None:
         """Estimate the time left from `work(step)`, the work up to a step, such as tokens: steps may differ in size."""

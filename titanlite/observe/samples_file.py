@@ -1,10 +1,10 @@
 """Keep the samples of a run: samples.jsonl, with a row for each validation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from titanlite.observe.metrics import MetricsFile, Row, read_metrics
+from titanlite.json_file import MALFORMED, as_type
+from titanlite.observe.metrics import MetricsFile, Row, RunError, read_metrics
 from titanlite.observe.observer import Sample
 
 
@@ -23,7 +23,14 @@ def read_samples(path: Path) -> list[tuple[int, list[Sample]]]:
     """Return (step, samples) of each row of a `samples.jsonl`, none if there is no such file.
 
     Raises:
-        RunError: a row is none of a `SamplesFile`.
+        RunError: a row is not as `SamplesFile` writes it.
     """
-    rows: list[dict[str, Any]] = read_metrics(path) if path.exists() else []
-    return [(row["step"], [Sample(**sample) for sample in row["samples"]]) for row in rows]
+    found = list[tuple[int, list[Sample]]]()
+    for row in read_metrics(path) if path.is_file() else []:
+        try:
+            given = as_type(Sequence[Mapping[str, str]], row["samples"])
+            found.append((row["step"], [Sample(**sample) for sample in given]))
+        except MALFORMED as error:
+            want, fix = "texts with their continuations, as the run wrote them", "delete this row"
+            raise RunError.of(str(path), f"samples of step {row['step']}", str(error), want, fix) from error
+    return found

@@ -18,8 +18,10 @@ from titanlite.config.write import toml_table
 from titanlite.observe.metric_table import AXES, shown_name
 from titanlite.observe.metrics import Row, json_row, read_metrics
 from titanlite.observe.observer import Observer, Sample
+from titanlite.observe.samples_file import read_samples
 from titanlite.receipt import Entry, Skipped
 from titanlite.redact import redact, redact_tree
+from titanlite.streams import escaped
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -51,14 +53,8 @@ class TensorBoardFile(Observer):
         self._attempt(lambda: self._add(json_row(row)))
 
     def samples(self, step: int, tokens: int, samples: Sequence[Sample]) -> None:
-        """Show each prompt's continuation as a text."""
-
-        def write() -> None:
-            for number, sample in enumerate(samples):
-                markdown = "".join(f"    {line}\n" for line in f"{sample.prompt}{sample.text}".splitlines())
-                self._writer.add_text(f"samples/{number}", markdown, step)
-
-        self._attempt(write)
+        """Show each prompt with its continuation as a text."""
+        self._attempt(lambda: self._add_samples(step, samples))
 
     def close(self, has_failed: bool = False) -> None:
         """Close the file. `has_failed` is ignored."""
@@ -80,6 +76,14 @@ class TensorBoardFile(Observer):
         for row in rows:
             if row["step"] >= self._first:
                 self._add(row)
+        for step, samples in read_samples(metrics.with_name("samples.jsonl")):
+            if step >= self._first:
+                self._add_samples(step, samples)
+
+    def _add_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for number, sample in enumerate(samples):
+            lines = escaped(f"{sample.prompt}{sample.text}").splitlines()
+            self._writer.add_text(f"samples/{number}", "".join(f"    {line}\n" for line in lines), step)
 
     def _add(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():

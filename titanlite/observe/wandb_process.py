@@ -35,6 +35,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from titanlite.observe.metric_table import AXES, shown_name
 from titanlite.redact import redact
+from titanlite.streams import escaped
 
 if TYPE_CHECKING:
     import wandb
@@ -231,20 +232,26 @@ def _show_files(run: "wandb.Run", folder: Path, say: Any) -> None:
         path = folder / name
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
 
-    try:
-        if experts := rows("experts.jsonl"):
-            from titanlite.observe.heat_map import draw_heat_map
+    def show_experts() -> None:
+        from titanlite.observe.heat_map import draw_heat_map
 
+        if experts := rows("experts.jsonl"):
             with TemporaryDirectory() as drawn:
                 draw_heat_map({run.name or "": experts}, Path(drawn, "experts.png"))
                 run.summary["experts/heat_map"] = wandb.Image(str(Path(drawn, "experts.png")))
+
+    def show_samples() -> None:
         if samples := rows("samples.jsonl"):
             cells = [[str(row["step"]), *sample.values()] for row in samples for sample in row["samples"]]
-            table = ["".join(f"<td>{escape(redact(cell))}</td>" for cell in each) for each in cells]
+            table = ["".join(f"<td>{escape(escaped(redact(cell)))}</td>" for cell in each) for each in cells]
             html = "<table><tr><th>step<th>prompt<th>text</tr>" + "".join(f"<tr>{row}</tr>" for row in table)
             run.summary["samples"] = wandb.Html(f"{html}</table>", inject=False)  # a `Table` would be an artifact
-    except Exception as error:  # must not keep the run from being finished
-        say(failed=["show the experts and samples", _first_line(error)])
+
+    for what, show in (("experts", show_experts), ("samples", show_samples)):
+        try:
+            show()
+        except Exception as error:  # must not keep the run from being finished
+            say(failed=[f"show the {what}", _first_line(error)])
 
 
 def _first_line(error: BaseException) -> str:

@@ -185,24 +185,29 @@ class Loop:
         self.report.evaluation(step, scores, time.monotonic() - began, freq)
 
     def validate(self, step: int) -> None:
-        """Log the mean loss over all targets of each held-out source, the same on every rank and under any layout."""
+        """Log the mean loss over all targets of each held-out source, and the samples, which all ranks have alike."""
         numbers, samples = dict[str, float](), list[Sample]()
         asked, average = self.run.config.validation.weights, self.run.average
         self.run.model.eval()
         with self._phase(step, "validation", VALIDATION):
             if asked != "ema":
                 numbers |= self._losses(step)
-                samples = self.sampler.samples() if self.sampler else []
+                samples = self._samples(step)
             if asked != "model" and average is not None:
                 with average.in_place_of_weights(self.run.model):
                     numbers |= self._losses(step, "_ema")
-                    if asked == "ema" and self.sampler:
-                        samples = self.sampler.samples()
+                    samples = samples or self._samples(step)
         self.run.model.train()
         self.feed.check.tell()
         self.report.log(step, numbers)
         if samples:
             self.report.samples(step, samples)
+
+    def _samples(self, step: int) -> list[Sample]:
+        """Continue the texts of `validation.samples`, if there are any. Each token is progress for the watchdog."""
+        if self.sampler is None:
+            return []
+        return self.sampler.samples(lambda _: self.watchdog.progress(step, "validation"))
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
         """Return the validation metrics of each held-out source. `of` ends their keys: "_ema" for averaged weights."""

@@ -22,6 +22,7 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.metrics import Row
 from titanlite.observe.observer import Observer, Sample
 from titanlite.observe.peak_flops import TokenFlops, peak_flops
+from titanlite.redact import redact
 from titanlite.training.routers import Routers, SeenRouting
 from titanlite.training.step import NONE
 
@@ -214,7 +215,8 @@ class Report:
             observer.experts(step, self.table.tokens(step), tokens)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record the samples after a step."""
+        """Record the samples after a step, without secrets."""
+        samples = [Sample(*map(redact, sample)) for sample in samples]
         for observer in self.observers:
             observer.samples(step, self.table.tokens(step), samples)
 

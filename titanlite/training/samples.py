@@ -1,11 +1,14 @@
 """Continue the texts of `validation.samples` with the weights of a run, by their likeliest tokens."""
 
+from collections.abc import Callable
+
 from titanlite.evaluation.inputs import tokenizer_of
-from titanlite.evaluation.prompts import encode_prompts
+from titanlite.evaluation.prompts import SAMPLE_KEYS, encode_prompts
 from titanlite.generation.decode import Decoder, Sampling
 from titanlite.generation.text import continue_texts
 from titanlite.observe.observer import Sample
 from titanlite.preflight.checked_run import CheckedRun
+from titanlite.receipt import Entry
 from titanlite.training.build import Run
 
 _GPU_ROWS = 128  # for each tensor-parallel rank: the shape that kernels of float8 and of fused products take
@@ -21,10 +24,10 @@ class Sampler:
 
     def __init__(self, asked: CheckedRun, run: Run) -> None:
         config, mesh = asked.config, run.mesh
-        self.texts, self._model = config.validation.samples, run.model
+        self.texts = config.validation.samples
         self._limit, self._tokenizer = config.validation.sample_tokens, tokenizer_of(config, asked.inputs)
         capacity = config.training.seq_len
-        self._prompts = encode_prompts("validation.samples", self.texts, self._tokenizer, self._limit, capacity)
+        self._prompts = encode_prompts(self.texts, self._tokenizer, self._limit, capacity, *SAMPLE_KEYS)
         has_shapes = mesh.built_for.is_gpu and (mesh.tp_size > 1 or asked.float8 is not None)
         self._decoder = Decoder(
             run.model,
@@ -35,11 +38,14 @@ class Sampler:
             keeps_keys=not config.model.file,
             row_unit=mesh.tp_size * (_GPU_ROWS if has_shapes else 1),
         )
+        applied = {"samples": len(self.texts), "tokens": self._limit}
+        run.receipt.add(Entry(SAMPLE_KEYS[0], list(self.texts), applied, count=len(self.texts)))
 
-    def samples(self) -> list[Sample]:
-        """Continue each text; collective, with the same samples on every rank."""
-        is_training = self._model.training
-        self._model.eval()
-        added = continue_texts(self._decoder, self._tokenizer, self._prompts, self._limit, Sampling(), ends_early=False)
-        self._model.train(is_training)
+    def samples(self, progress: Callable[[str], object]) -> list[Sample]:
+        """Continue each text; collective, with the same samples on every rank. `progress` is called after each token.
+
+        The model is in evaluation mode.
+        """
+        given = self._decoder, self._tokenizer, self._prompts, self._limit, Sampling()
+        added = continue_texts(*given, show=progress, ends_early=False)
         return [Sample(*pair) for pair in zip(self.texts, added, strict=True)]

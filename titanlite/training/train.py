@@ -218,7 +218,7 @@ def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTa
     # Rows are on disk before a checkpoint is saved, so missing rows were lost afterwards.
     if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-    if config.validation.samples:
+    if config.validation.samples or folder.samples.exists():  # rows of steps that are trained again go
         yield SamplesFile(folder.samples, start, restored.state.validation_due)
     if run.routers is not None:
         yield ExpertsFile(folder.experts, start, config.training.steps)

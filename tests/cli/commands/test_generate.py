@@ -26,6 +26,13 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> "Desk":
 
 
 @pytest.fixture(scope="module")
+def tied(desk: "Desk") -> "Ended":
+    return desk.run(
+        "tied", 1, "--training.steps=2", "--model.name=gpt2", "--model.flavor=debug", "--model.n_kv_heads=4"
+    )
+
+
+@pytest.fixture(scope="module")
 def trained(desk: "Desk") -> "Ended":
     return desk.run("trained", 1, *FLAGS, f"--validation.samples={json.dumps(PROMPTS)}", "--validation.sample_tokens=9")
 
@@ -42,7 +49,7 @@ def test_a_run_says_what_its_samples_say(trained: "Ended", call: "Call") -> None
         for sample in row["samples"]:  # type: ignore[attr-defined]
             given = ("--prompt", sample["prompt"], "--temperature", "0", "--tokens", "9", "--step", str(row["step"]))
             assert call("generate", str(trained.folder), *given) == f"{sample['prompt']}{sample['text']}\n"
-    assert trained.output.count("sample  for") == 2
+    assert trained.output.count("sample  for → ") == 2
 
 
 def test_samples_after_a_resume_are_those_of_one_run(desk: "Desk", trained: "Ended") -> None:
@@ -59,6 +66,15 @@ def test_several_prompts_of_a_file_and_of_an_exported_folder(trained: "Ended", c
     assert "\n\nclass A(B)" in said
     call("export", str(trained.folder), "--dtype", "float32", "--out", str(tmp_path / "exported"))
     assert call("generate", str(tmp_path / "exported"), *given) == said
+
+
+def test_tied_embeddings_of_a_run_and_of_its_folder(tied: "Ended", call: "Call", tmp_path: Path) -> None:
+    given = ("--prompt", "for ", "--tokens", "5", "--temperature", "0")
+    said = call("generate", str(tied.folder), *given)
+    call("export", str(tied.folder), "--dtype", "float32", "--out", str(tmp_path / "exported"))
+    assert call("generate", str(tmp_path / "exported"), *given) == said
+    model = load_text_model(tied.folder)
+    assert model.module.output.weight is model.module.tok_embeddings.weight  # type: ignore[union-attr]
 
 
 def test_equal_seeds_sample_equal_texts(trained: "Ended", call: "Call") -> None:

@@ -19,15 +19,15 @@ def test_a_run_is_trained_and_says_text(config: str, capfd: pytest.CaptureFixtur
     changes = {
         "training.steps": 3,
         "validation.enable": True,
-        "validation.samples": ["a, b", "é"],
+        "validation.samples": ["a, b", "é 😀"],
         "validation.sample_tokens": 5,
     }
     run = titanlite.run(config, changes)
     assert [row["step"] for row in run.metrics if "loss" in row] == [1, 2, 3]
     assert "step 3/3" in capfd.readouterr().out
     ((step, samples),) = run.samples
-    assert (step, [sample.prompt for sample in samples]) == (3, ["a, b", "é"])
-    assert run.load().generate(["a, b", "é"], 5) == [sample.text for sample in samples]
+    assert (step, [sample.prompt for sample in samples]) == (3, ["a, b", "é 😀"])
+    assert run.load().generate(["a, b", "é 😀"], 5) == [sample.text for sample in samples]
 
 
 def test_mistakes_are_exceptions(config: str) -> None:
@@ -35,6 +35,8 @@ def test_mistakes_are_exceptions(config: str) -> None:
         titanlite.run(config, {"training.stesp": 3})
     with pytest.raises(RunFailedError, match=r"exit code 2:\n(.|\n)*not finite"):
         titanlite.run(config, {"job.name": "diverges", "optimizer.lr": 1e38}, show=False)
+    with pytest.raises(ConfigError, match=r"job\.name = .*\n +want: a value that TOML has"):
+        titanlite.run(config, {"job.name": Path()})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         titanlite.trian  # noqa: B018
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.ranks.models.test_architectures import CASES, exported, fill
 from titanlite.config.schema import Model
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generation import decode
 from titanlite.generation.decode import Decoder, Sampling, choose_tokens
 from titanlite.models.find import model_class
@@ -97,3 +98,17 @@ def test_a_token_is_chosen_as_often_as_is_likely() -> None:
 
 def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
     assert max(max(row) for row in continued(model_of("llama3"), 8, Sampling(temperature=3.0), vocab_size=7)) < 7
+
+
+@pytest.mark.parametrize("given", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"seed": 2**63}])
+def test_numbers_out_of_range_are_refused(given: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"  {next(iter(given))} = "):
+        Sampling(**given)  # type: ignore[arg-type]
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    model = model_of("llama3")
+    model.norm.weight.data.fill_(torch.nan)  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="logits that are no numbers"):
+        continued(model, 2, requires_finite=True)
+    assert len(continued(model, 2)[0]) == 2

@@ -53,10 +53,17 @@ def test_a_character_is_shown_when_it_is_whole() -> None:
     found, shown, _ = said("é→".encode() + b"\0")
     assert found == ["é→"]
     assert [part for part in shown if part] == ["é", "→"]
+    found, shown, _ = said("xa→b\0".encode(), stop="a→")
+    assert found == ["x"] == ["".join(shown)]
     assert "".join(said("é".encode()[:1], limit=1)[1]) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
-    assert encode_prompts("--prompt", ["", "ab"], ByteTokenizer(), 6, 8) == [[0], [97, 98]]
+    assert encode_prompts(["", "ab"], ByteTokenizer(), 6, 8, "--prompt", "--tokens") == [[0], [97, 98]]
     with pytest.raises(DataError, match="at most 8 tokens with the 6 that are added; it has 3"):
-        encode_prompts("--prompt", ["abc"], ByteTokenizer(), 6, 8)
+        encode_prompts(["abc"], ByteTokenizer(), 6, 8, "--prompt", "--tokens")
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(DataError, match="a text in Unicode"):
+        encode_prompts(["caf\udcff"], ByteTokenizer(), 6, 80, "--prompt", "--tokens")

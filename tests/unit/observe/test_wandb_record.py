@@ -155,7 +155,7 @@ def test_offline_for_real_and_again_after_a_resume(history: History) -> None:
     sample = {"step": 7, "tokens": 7000, "samples": [{"prompt": "a", "text": f"b {SECRETS[1]}"}]}
     (history.folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     assert history.start("offline", 4, 7) == "started\n"  # resumed from step 3
-    (history.folder / "samples.jsonl").unlink()  # which has the text as it was
+    (history.folder / "samples.jsonl").unlink()  # written by this test with its secret
 
     (folder,) = history.folders()  # the newest start's, which has all
     for path in (path for path in history.folder.rglob("*") if path.is_file()):
