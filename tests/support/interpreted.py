@@ -111,11 +111,13 @@ def on_cpus(module: ModuleType, *names: str) -> None:
 
 def routes() -> None:
     of_routing.launch = of_experts.launch = interpret
-    of_routing.COUNTS = 512  # so that the counts are added up in several steps
+    of_routing.COUNTS = 64  # so that the counts are added up in several steps
     on_cpus(of_routing, "route", "route_grad", "expert_rows")
     on_cpus(of_experts, "gather_rows", "combine", "spread_rows", "row_dots")
     both, tests = (False, True), test_routing
-    for sizes, way, with_bias in product([(7, 8, 2), (3, 9, 8), (13, 20, 3), (4, 130, 8)], tests.WAYS, both):
+    for sizes, way, with_bias in product(
+        [(7, 8, 2), (3, 9, 8), (13, 20, 3), (4, 130, 8), (33, 128, 8)], tests.WAYS, both
+    ):
         tests.test_weights_choices_and_gradient(*sizes, *way, with_bias, "cpu")
     for with_bias in both:
         tests.test_ties_go_to_the_lower_expert(with_bias, "cpu")
@@ -130,7 +132,7 @@ def routes() -> None:
         test_expert_rows.test_each_row_is_given_its_token(rows, torch.float32, "cpu")
         for D, is_weighted in product((48, 129, 2560), both):
             test_expert_rows.test_combine(rows, D, is_weighted, torch.float32, "cpu")
-    assert launched == {"kernels": 354}, launched
+    assert launched == {"kernels": 378}, launched
 
 
 if __name__ == "__main__":

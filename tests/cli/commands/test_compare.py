@@ -235,3 +235,15 @@ def test_the_experts_of_those_runs_that_have_any_are_a_second_picture(tmp_path, 
     assert (tmp_path / "p_experts.png").stat().st_size > 0
     run([dense])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "dense" / "loss.png")
+
+
+DAMAGED = [("status.json", "[]"), ("receipt.json", "{}"), ("receipt.json", '[{"feature": 3}]')]
+DAMAGED += [("receipt.json", '[{"feature": "float8", "skipped": [1]}]')]
+
+
+@pytest.mark.parametrize(("file", "content"), DAMAGED)
+def test_json_of_another_shape_is_named(file, content, tmp_path):
+    folder = make_run(tmp_path / "a", [5.0])
+    (tmp_path / "a" / file).write_text(content)
+    with pytest.raises(RunError, match=rf"a/{file}: 1 problem(.|\n)*want: a JSON "):
+        run([folder])

@@ -24,6 +24,12 @@ def plain(tmp_path: Path) -> str:
     return write_run(tmp_path / "plain", config, {MATMUL: [(0.0, 20.0)], COMPUTE: [(20.0, 90.0)]})
 
 
+def test_a_run_without_a_profile_is_not_proposed(plain: str, call: Call) -> None:
+    assert "did you mean" in call("explain", str(Path(plain).parent), ends=2)
+    Path(plain, "profile/rank0.json").unlink()
+    assert "did you mean" not in call("explain", str(Path(plain).parent), ends=2)
+
+
 def test_the_table_the_first_cause_and_the_picture(plain: str, call: Call) -> None:
     text = call("explain", plain)
     assert "first cause: host, 0.0 ms a step (10%)\n" in text

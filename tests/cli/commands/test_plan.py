@@ -566,6 +566,7 @@ def test_gradients_that_are_not_at_the_peak(call: Call) -> None:
     out = call(*smaller, "--activation_checkpoint.recipe", "full")
     assert "of 12.0 GiB of gradients 10.1 GiB exist at the peak" in out
     assert "exist at the peak" not in call(*smaller, "--training.global_batch_size", "8")
+    assert "of 6.0 GiB of gradients 0.0 GiB exist at the peak" in call("plan", smaller[1], "--world", "2")
 
 
 STAGES = """

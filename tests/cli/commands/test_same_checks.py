@@ -170,6 +170,7 @@ def test_what_cannot_be_written_or_shown_is_told_before_what_takes_long(
     words: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("titanlite.commands.new.machine_here", lambda *_: pytest.fail("began"))
+    monkeypatch.setattr("titanlite.commands.planned_run.plan_run", lambda *_: pytest.fail("began"))
     make_run(saved_run(["run.toml"], 1, 8).path, [5.0, 4.0]) if words[0] in ("compare", "evaluate") else None
     assert main(words) == 2
     out, err = capsys.readouterr()

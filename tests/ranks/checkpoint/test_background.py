@@ -1,5 +1,6 @@
 """Beside training: what a thread that writes must not share with it."""
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -61,3 +62,19 @@ def test_writing_does_not_wait_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", waits)
     store.write(tmp_path, {"a": torch.ones(3)})
+
+
+def test_what_is_written_is_what_there_was_when_it_was_asked_for(tmp_path: Path) -> None:
+    def body() -> None:
+        write, held = store.write, threading.Event()
+        store.write = lambda *args: (held.wait(60), write(*args))[1]  # type: ignore[assignment]
+        checkpoints, tensors = Checkpoints(tmp_path / "checkpoints", keep=0), {"a": torch.ones(3)}
+        background = Background(checkpoints, tensors)
+        background.save(1, tensors, SavedState())
+        tensors["a"].zero_()  # as the next step does
+        held.set()
+        background.wait()
+        checkpoints.load(1, tensors)
+        assert torch.equal(tensors["a"], torch.ones(3))
+
+    run_ranks(body, tmp_path)

@@ -394,3 +394,15 @@ def test_a_kill_of_one_rank_at_a_random_instant(tmp_path: Path, seed: int) -> No
     assert run.choose("auto") == steps[-1]
     run.load(steps[-1], target)
     check(target)
+
+
+def test_random_state_of_each_rank_is_saved_and_loaded(tmp_path: Path) -> None:
+    def body() -> None:
+        torch.manual_seed(dist.get_rank())
+        checkpoints, kept = Checkpoints(tmp_path / "c", keep=1), rng_state()
+        checkpoints.save(1, kept, SavedState())
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
+        assert checkpoints.load(1, loaded)[1] == []
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
+
+    run_ranks(body, tmp_path)

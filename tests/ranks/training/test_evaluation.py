@@ -2,11 +2,13 @@
 
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ranks.training.test_stop import at_step, kill
 from tests.support.launched import Desk, Ended
 from tests.support.questions import write_questions
 from titanlite.training import evaluation
@@ -69,3 +71,10 @@ def test_ranks_that_read_other_questions_do_not_start(desk: Desk, task: Path) ->
 
     run = desk.run("other questions", 2, *FLAGS, f"--evaluation.tasks={task}", plant=plant, ends=2)
     assert "evaluation.tasks = other questions on rank 1 than on rank 0" in run.output
+
+
+@pytest.mark.slow
+def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
+    flags = (*FLAGS, f"--evaluation.tasks={task}", "--evaluation.freq=4")
+    assert evaluations(desk.run("stopped", 1, *flags, plant=at_step(3, kill(signal.SIGTERM)))) == {}
+    assert list(evaluations(desk.run("stopped", 1, *flags))) == [4, 8, 10]

@@ -268,7 +268,10 @@ def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -
 
 
 def test_a_cap_of_logits_is_that_of_the_folder(tmp_path: Path) -> None:
-    assert recipe(make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=30.0)).logit_softcap == 30.0
+    folder, dims = make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=30.0), load("model", "gemma3-1B")
+    assert recipe(folder).logit_softcap == 30.0
+    config = Config(model=Model(name="gemma3", flavor="1B"), checkpoint=Checkpoint(initial_load_path=str(folder)))
+    check_initial_load_path(config, replace(dims, logit_softcap=30.0), Origin("config"))
     for name, flavor in (("gemma3", "1B"), ("llama3", "8B")):
         folder, dims = make_folder(tmp_path, f"{name}-{flavor}"), load("model", f"{name}-{flavor}")
         config = Config(model=Model(name=name), checkpoint=Checkpoint(initial_load_path=str(folder)))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.config import toml_file
 from titanlite.config.build import from_table
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.read import read_config, suggest_key
@@ -243,3 +244,13 @@ def test_a_file_that_cannot_be_read_is_not_proposed_instead_of_itself(tmp_path: 
     said = message(tmp_path / "loop.toml")
     assert "too many levels of symbolic links" in said
     assert "did you mean" not in said
+
+
+def test_a_file_that_is_extended_often_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, of = list[Path](), toml_file._read_one
+    monkeypatch.setattr(toml_file, "_read_one", lambda path: (read.append(path), of(path))[1])
+    for n in range(8):
+        write(tmp_path, f'extends = ["{n + 1}.toml", "{n + 1}.toml"]', f"{n}.toml")
+    write(tmp_path, "[training]\nsteps = 5\n", "8.toml")
+    assert read_config(tmp_path / "0.toml")[0].training.steps == 5
+    assert len(read) == 9

@@ -236,7 +236,9 @@ REFUSED = [  # files that there are, the source, what is said
     *(
         (f"a.jsonl {name} notes.md", source, rf"1 of another kind, first .*/?{name}\n.*fix:  {fix}")
         for fix, names in {
-            "end the download, or": [f"b.{end}" for end in ("txt.part", "bin.incomplete", "parquet.tmp", "txt.aria2")],
+            "end the download, or": [
+                f"b.{end}" for end in ("txt.part", "bin.incomplete", "parquet.tmp", "txt.aria2", "parquet.crdownload")
+            ],
             "decompress them, or narrow": ["b.jsonl.xz", "b.json.bz2", "b.txt.gz", "b.txt.zst"],
         }.items()
         for name in names
