@@ -7,7 +7,7 @@ Source: Qwen Team 2025, "Qwen3 Technical Report", section 2; Muennighoff et al. 
 2024, "Mixtral of Experts", section 2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -39,8 +39,6 @@ class WideNormAttention(llama3.Attention):
 class MixtralBlock(nn.Module):
     """A transformer block with a mixture of experts."""
 
-    attention_of: ClassVar[Callable[[ModelDims, float], nn.Module]] = llama3.Attention
-
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as in `llama3.Block`
@@ -48,6 +46,10 @@ class MixtralBlock(nn.Module):
         self.attention = self.attention_of(dims, residual_std)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
+
+    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
+        """Make the attention."""
+        return llama3.Attention(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """Apply the block to M tokens of width D: [M, D] → [M, D]. `cos` and `sin` are rotary tables."""
@@ -59,13 +61,17 @@ class MixtralBlock(nn.Module):
 class Qwen3MoEBlock(MixtralBlock):
     """Mixtral's block with queries and keys that are normalised head by head."""
 
-    attention_of = staticmethod(lambda dims, residual_std: QKNormAttention(dims, llama3.INIT_STD, residual_std))
+    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
+        """Make the attention."""
+        return QKNormAttention(dims, llama3.INIT_STD, residual_std)
 
 
 class OLMoEBlock(MixtralBlock):
     """Mixtral's block with queries and keys that are normalised over all heads."""
 
-    attention_of = WideNormAttention
+    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
+        """Make the attention."""
+        return WideNormAttention(dims, residual_std)
 
 
 class Mixtral(llama3.Llama3):
