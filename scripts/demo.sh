@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a picture of a falling loss, in minutes and on two CPU cores: installs what is missing, trains
-# configs/debug.toml on two processes, and draws the curve.
+# configs/debug.toml on two processes, which ends with text from the model, and draws the curve.
 #
 #     bash scripts/demo.sh [--section.key VALUE ...]
 set -euo pipefail
@@ -12,6 +12,6 @@ export CUDA_VISIBLE_DEVICES= # on CPUs, whatever the machine has
 
 outputs=$PWD/outputs/demo-$(date +%Y%m%d-%H%M%S) # each start is a run of its own
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
-    train.py --config configs/debug.toml "$@" --job.dump_folder "$outputs"
+    train.py --config configs/debug.toml --validation.samples "import " "def main(" "$@" --job.dump_folder "$outputs"
 
 "$python" -m titanlite compare "$outputs"/* --out "$outputs/loss.png"

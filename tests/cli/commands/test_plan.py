@@ -532,7 +532,7 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
     ("argv", "words"),
     [
         ([LARGE, "--activation-checkpoint", "--why", "x"], "no --why together with --activation-checkpoint"),
-        ([*OLMOE, "--world", "2", "--why", "output"], "fix:  leave --why out: FSDP splits each weight by rows"),
+        ([*OLMOE, "--world", "2", "--why", "output"], "or leave --why out: FSDP splits each weight by rows"),
         ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
         ([*SMALL, "--device-gib", "none"], "the GiB of a device"),
         ([DEBUG, *TWO, "--device", "h100"], "--world N as well"),

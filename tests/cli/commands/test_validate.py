@@ -679,7 +679,9 @@ def test_help_and_version_import_no_torch_and_the_overview_no_command() -> None:
     *lines, modules, version = said.splitlines()
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
-    names = "new train validate convert plan recipes prepare data compare explain evaluate export verify-resume"
+    names = (
+        "new train validate convert plan recipes prepare data compare explain generate evaluate export verify-resume"
+    )
     assert list(shown) == [*names.split(), "schema"]
     assert all(len(line) <= 120 for line in lines)
     assert version == f"titanlite {titanlite.__version__}, torch {importlib.metadata.version('torch')}"
