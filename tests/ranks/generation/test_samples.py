@@ -22,7 +22,7 @@ MOE = ("--model.name=qwen3_moe", "--model.flavor=debug")
 LAYOUTS = {
     "FSDP 2": (2, ()),
     "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
-    "CP 2": (2, ("--parallelism.context_parallel_degree=2", "--training.seq_len=128")),
+    "CP 2": (2, ("--parallelism.context_parallel_degree=2", "--training.seq_len=256")),
     "EP 2": (2, (*MOE, "--parallelism.expert_parallel_degree=2")),
     "TP 2, experts": (2, (*MOE, "--parallelism.tensor_parallel_degree=2")),
     "async TP 2 × FSDP 2": (
