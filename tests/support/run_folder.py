@@ -9,7 +9,7 @@ from titanlite.checkpoint.publish import begin, commit, hash_files
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.comparison.runs import RunRecord
-from titanlite.config.check import sequences_per_step
+from titanlite.config.stages import sequences_per_step
 from titanlite.config.write import to_toml
 from titanlite.data.stages import stage_table
 from titanlite.observe.metrics import MetricsFile
@@ -69,7 +69,7 @@ def saved_run(argv: Sequence[str], world: int, *steps: int, weights: bytes = b""
     folder.release()
     folder.record(to_toml(config))
     (folder.path / "lock").unlink()
-    n, stages = sequences_per_step(config, world) or 0, stage_table(config, world)
+    n, stages = sequences_per_step(config, world), stage_table(config, world)
     for step in steps:
         tmp, files = begin(folder.checkpoints, step), ["state.json", *["rank00000-0.safetensors"] * bool(weights)]
         past = {"sequences_per_step": n, "samples": n * step, "stages": stages.past(step), **state}

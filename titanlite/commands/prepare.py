@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
-from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
-from titanlite.config.stages import least_samples, source_keys
+from titanlite.config.stages import least_samples, sequences_per_step, source_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import many_epochs
 from titanlite.data.order import order_in_words
@@ -41,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         if key in trained:
             unit_len = checked.table.unit_len
             samples = open_samples(shards, config.data, unit_len, progress=True)
-            samples.require(least_samples(config, sequences_per_step(config, None) or 1, unit_len), key)
+            samples.require(least_samples(config, sequences_per_step(config, None), unit_len), key)
             n = samples.n or 0
             if isinstance(samples, PackedSamples):
                 counts = samples.counts

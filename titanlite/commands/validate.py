@@ -17,8 +17,7 @@ from titanlite.checkpoint.resume import changed_average, check_state, nothing_to
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
-from titanlite.config.check import sequences_per_step
-from titanlite.config.stages import follows_ranks, source_keys
+from titanlite.config.stages import follows_ranks, sequences_per_step, source_keys
 from titanlite.data.inputs import check_cache
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs, order_in_words
@@ -159,7 +158,7 @@ def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -
     if config.data.stage or (len(table.rows) > 1 and not fewest):
         each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in table.rows)
         return f"{', then '.join(each)} tokens a step, {table.tokens(batch.steps):,} in {batch.steps:,} steps{fewest}"
-    sequences = batch.global_batch_size or (batch.local_batch_size * ranks if ranks else None)
+    sequences = batch.global_batch_size if ranks is None else sequences_per_step(config, world)
     if sequences is None:
         return f"{batch.local_batch_size * batch.seq_len:,} tokens a step on each data-parallel rank"
     per_step = sequences * batch.seq_len

@@ -24,7 +24,7 @@ from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import data_ranks, longest_seq_len, stage_configs
+from titanlite.config.stages import longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 
 _FROM_HOME = (  # keys of paths that may begin with ~, a home folder
@@ -116,14 +116,6 @@ def check_homes(config: Config, origin: Origin) -> None:
 def last_step(config: Config) -> int:
     """Return the last step of a run that no signal stops earlier."""
     return min(config.training.steps, config.job.stop_after or config.training.steps)
-
-
-def sequences_per_step(config: Config, world_size: int | None) -> int | None:
-    """Return the sequences of a step over all ranks, None if out of range. Without `world_size`: a lower bound."""
-    if not _can_divide(config):
-        return None
-    asked = config.training.global_batch_size
-    return config.training.local_batch_size * data_ranks(config, world_size) if asked is None else asked
 
 
 def _can_divide(config: Config) -> bool:

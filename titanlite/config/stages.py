@@ -59,13 +59,22 @@ def stage_configs(config: Config) -> Iterator[tuple[int | None, int, Config]]:
 
 
 def data_ranks(config: Config, world: int | None) -> int:
-    """Return the number of data-parallel ranks, which have different samples; a lower bound if `world` is None."""
+    """Return the number of data-parallel ranks, which have different samples; a lower bound if `world` is None.
+
+    Degrees that are out of range, and reported elsewhere, raise no error.
+    """
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
     if world is not None:
-        return max(1, world // (p.tensor_parallel_degree * p.context_parallel_degree))
+        return max(1, world // max(1, p.tensor_parallel_degree * p.context_parallel_degree))
     return p.data_parallel_replicate_degree
+
+
+def sequences_per_step(config: Config, world: int | None) -> int:
+    """Return the sequences of a step over all ranks; a lower bound if `world` is None."""
+    asked = config.training.global_batch_size
+    return config.training.local_batch_size * data_ranks(config, world) if asked is None else asked
 
 
 def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ...]:
@@ -76,10 +85,9 @@ def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ..
         stage = None if n is None else config.data.stage[n]
         if stage is not None and stage.weights:
             weights = {name: repr(stage.weights.get(name, 0.0)) for name in weights}
-        local, asked = now.training.local_batch_size, now.training.global_batch_size
-        sequences = local * data_ranks(config, world_size) if asked is None else asked
         decay_to = None if stage is None else stage.lr_decay_to
-        found.append(AskedStage(n, from_tokens, now.training.seq_len, sequences, local, weights, decay_to))
+        shape = now.training.seq_len, sequences_per_step(now, world_size), now.training.local_batch_size
+        found.append(AskedStage(n, from_tokens, *shape, weights, decay_to))
     return tuple(found)
 
 

@@ -2,9 +2,9 @@
 
 import math
 
-from titanlite.config.check import sequences_per_step
 from titanlite.config.problems import Origin
 from titanlite.config.schema import Config
+from titanlite.config.stages import sequences_per_step
 from titanlite.data.inputs import Inputs
 from titanlite.data.prepare import check_vocabulary
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -54,5 +54,5 @@ def interval(config: Config, world_size: int, tokens: int) -> int:
     """
     if config.evaluation.freq is not None:
         return config.evaluation.freq
-    per_step = (sequences_per_step(config, world_size) or 1) * config.training.seq_len
+    per_step = max(1, sequences_per_step(config, world_size)) * config.training.seq_len
     return max(_LEAST, math.ceil(tokens / (_SHARE * per_step) / 500) * 500)

@@ -12,10 +12,11 @@ from typing import Any
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
-from titanlite.config.check import check_config, sequences_per_step
+from titanlite.config.check import check_config
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
+from titanlite.config.stages import sequences_per_step
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare

@@ -14,12 +14,13 @@ from titanlite.checkpoint.publish import complete_steps, step_folder
 from titanlite.checkpoint.resume import dims_of, other_text, start_of
 from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.config.build import show
-from titanlite.config.check import check_homes, check_last_steps, config_problems, sequences_per_step
+from titanlite.config.check import check_homes, check_last_steps, config_problems
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import KEY
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.schema import FROM_CHECKPOINT, Config, schema_keys
+from titanlite.config.stages import sequences_per_step
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.stages import StageTable, stage_table
 from titanlite.errors import ConfigError, TitanliteError

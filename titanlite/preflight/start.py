@@ -6,12 +6,12 @@ from titanlite.checkpoint.branch import branch_point
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import check_state, start_of, step_to_resume
 from titanlite.checkpoint.saved_state import SavedState, read_state
-from titanlite.config.check import last_step, sequences_per_step
+from titanlite.config.check import last_step
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import source_keys
+from titanlite.config.stages import sequences_per_step, source_keys
 from titanlite.data.inputs import Inputs, check_cache
 from titanlite.data.mixture import check_epochs, many_epochs
 from titanlite.data.stages import StageTable

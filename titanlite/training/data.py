@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.schema import Config
-from titanlite.config.stages import least_samples, source_keys
+from titanlite.config.stages import least_samples, sequences_per_step, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.corpus import Corpus
@@ -184,10 +186,10 @@ def open_batches(
     Raises:
         DataError: a source has too few tokens.
     """
-    config, training = asked.config, asked.config.training
-    unit_len, per_step = table.unit_len, training.global_batch_size or training.local_batch_size * mesh.data_size
+    config, training, unit_len = asked.config, asked.config.training, table.unit_len
     sources: dict[str, Samples] = {}
     counts = SampleCounts(sources)  # asks `sources`, which is filled below
+    per_step = sequences_per_step(config, dist.get_world_size())
     least = least_samples(config, per_step, unit_len)
 
     def check_whole(name: str) -> None:

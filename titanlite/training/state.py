@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint.branch import branch_point, remembered_step
@@ -15,6 +16,7 @@ from titanlite.checkpoint.resume import AVERAGE, MODEL, changed_average, changed
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.config.stages import sequences_per_step
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.console import Console
@@ -113,9 +115,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[
         return leaves_state(folder, state, of.config, of.rules_by_name, of.recipe.own_rules)
 
     def check(state: SavedState) -> tuple[str, ...]:
-        batch = run.config.training
-        per_step = batch.global_batch_size or batch.local_batch_size * run.mesh.data_size
-        check_state(folder, state, run.config, run.dims, per_step)
+        check_state(folder, state, run.config, run.dims, sequences_per_step(run.config, dist.get_world_size()))
         return (PREFIX,) * is_other(state) + (AVERAGE,) * (state.has_average != (run.average is not None))
 
     state, notices = checkpoints.load(step, tensors, check)

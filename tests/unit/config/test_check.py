@@ -12,12 +12,13 @@ import tomli
 
 from tests.unit.config.test_command_line import parse
 from titanlite.config.build import from_table
-from titanlite.config.check import check_config, config_problems, last_step, sequences_per_step
+from titanlite.config.check import check_config, config_problems, last_step
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import range_of
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Stage, schema_keys, sections
+from titanlite.config.stages import sequences_per_step
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, Problem
 from titanlite.recipes import load
@@ -283,12 +284,12 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions() -> None:
         *(("", None, 3), ("", 8, 24), (f"{TP} = 2", 8, 12), ("training.global_batch_size = 48", 8, 48)),
         (f"{TP} = 8", 4, 3),  # impossible, and reported elsewhere
         *((f"{REPLICATE} = 2", None, 6), (f"{REPLICATE} = 2, {SHARD} = 4", None, 24)),
-        *(("training.local_batch_size = 0", 8, None), (f"{SHARD} = 0", 8, None)),
+        (f"{TP} = 0", 8, 24),
     ],
 )
-def test_sequences_per_step(text: str, world: int | None, sequences: int | None) -> None:
-    local = "" if "local" in text else "training.local_batch_size = 3, "
-    assert sequences_per_step(config_of(f"{local}{text}".removesuffix(", ")), world) == sequences
+def test_sequences_per_step(text: str, world: int | None, sequences: int) -> None:
+    config = config_of(f"training.local_batch_size = 3, {text}".removesuffix(", "))
+    assert sequences_per_step(config, world) == sequences
 
 
 @pytest.mark.parametrize(

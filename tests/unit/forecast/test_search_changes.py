@@ -3,7 +3,7 @@
 import pytest
 
 from titanlite import recipes
-from titanlite.config.check import sequences_per_step
+from titanlite.config.stages import sequences_per_step
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
