@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titanlite
-from titanlite.commands.arguments import Command
+from titanlite.commands.arguments import OF_TARGET, ONE_TARGET, TARGET, Command
 from titanlite.data.prepare import check_vocabulary
 from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError, ConfigError
@@ -35,12 +35,10 @@ COMMAND = Command(
     "evaluate",
     __doc__ or "",
     {
-        "TARGET": "a run's folder, one of its checkpoints (step-...), or a folder with config.json and safetensors",
+        **TARGET,
         "--tasks NAMES": f"tasks between commas: {', '.join(HUB)}, PATH.jsonl or NAME=PATH; default: the run's",
-        "--step N": "step of the run's checkpoint; default: the newest",
-        "--ema": "evaluate the average of weights that optimizer.ema_decay has kept",
         "--out FILE": "file to write; default: evaluation.json, or evaluation-ema.json, in the folder",
-        "--tokenizer FILE": "the model's tokenizer.json, if it is not where the run, or the folder, has it",
+        **OF_TARGET,
     },
     takes="TARGET",
 )
@@ -48,8 +46,7 @@ COMMAND = Command(
 
 def run(argv: Sequence[str]) -> int:
     """Evaluate a model on tasks, in this process or together with the other processes that a launcher has started."""
-    want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
-    word, given = COMMAND.read_word(argv, want, "outputs/run")
+    word, given = COMMAND.read_word(argv, ONE_TARGET, "outputs/run")
     check_launcher()
     of = given.get("--step"), given.get("--tokenizer"), "--ema" in given
     target = find_trained_model(_WHERE, Path(os.path.expanduser(word)), *of)

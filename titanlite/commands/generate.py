@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titanlite.commands.arguments import Command, number_of
+from titanlite.commands.arguments import OF_TARGET, ONE_TARGET, TARGET, Command, number_of
 from titanlite.config.build import show
 from titanlite.errors import ConfigError, DataError
 from titanlite.evaluation.prompts import encode_prompts
@@ -25,7 +25,7 @@ COMMAND = Command(
     "generate",
     __doc__ or "",
     {
-        "TARGET": "a run's folder, one of its checkpoints (step-...), or a folder with config.json and safetensors",
+        **TARGET,
         "--prompt TEXT": "text to continue",
         "--file PROMPTS": "text file with a prompt in each line",
         "--tokens N": f"most tokens to add to each prompt; default: {_TOKENS}",
@@ -34,9 +34,7 @@ COMMAND = Command(
         "--top-k K": "sample from the K likeliest tokens; default: from all",
         "--top-p P": "sample from the likeliest tokens whose probabilities add up to P; default: 1",
         "--seed S": "of the random numbers; equal seeds give equal texts; default: 0",
-        "--step N": "step of the run's checkpoint; default: the newest",
-        "--ema": "use the average of weights that optimizer.ema_decay has kept",
-        "--tokenizer FILE": "the model's tokenizer.json, if it is not where the run, or the folder, has it",
+        **OF_TARGET,
     },
     takes="TARGET",
 )
@@ -49,8 +47,7 @@ def run(argv: Sequence[str]) -> int:
         TitanliteError: there is no such model, its weights are damaged, its tokenizer is another, a prompt is too long,
             or there is none.
     """
-    want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
-    word, given = COMMAND.read_word(argv, want, "outputs/run")
+    word, given = COMMAND.read_word(argv, ONE_TARGET, "outputs/run")
     check_launcher()
     if "--prompt" in given and "--file" in given:
         want = "either --prompt or --file"

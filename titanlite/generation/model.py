@@ -73,12 +73,14 @@ class TextModel:
 
         Raises:
             DataError: a prompt cannot be encoded, or is longer than `capacity` less `tokens`.
-        ConfigError: a number is out of range.
-        CheckpointError: the model's logits are not finite.
+            ConfigError: a number is out of range.
+            CheckpointError: the model's logits are not finite.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
             return []
+        if tokens < 1:
+            raise ConfigError.of("generate", "tokens", str(tokens), "a number of tokens, at least 1", "tokens = 64")
         tokenizer = self.target.tokenizer
         decoder = Decoder(
             self.module,
@@ -91,8 +93,6 @@ class TextModel:
             row_unit=self._mesh.tp_size,
             requires_finite=True,
         )
-        if tokens < 1:
-            raise ConfigError.of("generate", "tokens", str(tokens), "a number of tokens, at least 1", "tokens = 64")
         encoded = encode_prompts(texts, tokenizer, tokens, self.capacity, "prompts", "tokens")
         found = continue_texts(
             decoder, tokenizer, encoded, tokens, Sampling(temperature, top_k, top_p, seed), stop, show

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.metrics import MetricsFile, Row, RunError, read_metrics
+from titanlite.observe.metrics import RowsFile, RunError, read_metrics
 
 ROWS = 300
 
 
-class ExpertsFile(MetricsFile):
+class ExpertsFile(RowsFile):
     """Appends rows to `experts.jsonl`: the step, the tokens trained on up to it, and by layer each expert's tokens."""
 
     def __init__(self, path: Path, resume_step: int, steps: int) -> None:
@@ -22,9 +22,6 @@ class ExpertsFile(MetricsFile):
         self._steps, self._since = steps, resume_step
         self._last: tuple[int, int] | None = None  # last step not yet in the file, and tokens up to it
         self._sums: Mapping[str, Sequence[int]] = {}
-
-    def write(self, row: Row) -> None:
-        """Ignore rows of metrics: they are in metrics.jsonl."""
 
     def experts(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
         """Add each expert's tokens in the steps since the last call, by layer; write a row if one is due."""
@@ -49,7 +46,7 @@ class ExpertsFile(MetricsFile):
     def _write_sums(self) -> None:
         if self._last is not None:
             step, tokens = self._last
-            self._append({"step": step, "tokens": tokens, "experts": self._sums})
+            self.append({"step": step, "tokens": tokens, "experts": self._sums})
             self._since, self._last, self._sums = step, None, {}
 
 

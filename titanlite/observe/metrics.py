@@ -40,8 +40,8 @@ Row = Mapping[str, float]
 """Numbers logged together, by key: the step, the tokens trained on up to it, and metrics, which may be NaN or inf."""
 
 
-class MetricsFile(Observer):
-    """Appends rows to `metrics.jsonl`, on rank 0. First it drops the rows of steps that will be trained again.
+class RowsFile(Observer):
+    """Appends rows to a file of JSON lines, on rank 0. First it drops the rows of steps that will be trained again.
 
     The file and its folder are created if missing. Rows up to `resume_step` are kept; with `validates_again`, without
     the validation and evaluation of that step, which are repeated. With `resume_step` 0 a new file begins.
@@ -67,11 +67,8 @@ class MetricsFile(Observer):
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = append_plain(path)
 
-    def write(self, row: Row) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system."""
-        self._append(json_row(row))
-
-    def _append(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
@@ -81,6 +78,14 @@ class MetricsFile(Observer):
     def close(self, has_failed: bool = False) -> None:
         """Close the file. `has_failed` is ignored."""
         self._file.close()
+
+
+class MetricsFile(RowsFile):
+    """Appends the rows of metrics to `metrics.jsonl`."""
+
+    def write(self, row: Row) -> None:
+        """Append one row."""
+        self.append(json_row(row))
 
 
 def json_row(row: Row) -> dict[str, float | None]:

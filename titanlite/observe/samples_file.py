@@ -4,19 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titanlite.json_file import MALFORMED, as_type
-from titanlite.observe.metrics import MetricsFile, Row, RunError, read_metrics
+from titanlite.observe.metrics import RowsFile, RunError, read_metrics
 from titanlite.observe.observer import Sample
 
 
-class SamplesFile(MetricsFile):
+class SamplesFile(RowsFile):
     """Appends rows to `samples.jsonl`: the step, the tokens trained on, and each prompt with its continuation."""
-
-    def write(self, row: Row) -> None:
-        """Leave rows of metrics to their own file."""
 
     def samples(self, step: int, tokens: int, samples: Sequence[Sample]) -> None:
         """Append a row."""
-        self._append({"step": step, "tokens": tokens, "samples": [sample._asdict() for sample in samples]})
+        self.append({"step": step, "tokens": tokens, "samples": [sample._asdict() for sample in samples]})
 
 
 def read_samples(path: Path) -> list[tuple[int, list[Sample]]]:
