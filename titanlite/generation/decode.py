@@ -8,12 +8,14 @@ the loop, which must say the same on every rank.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generation.kept_keys import KeyMemory, NewTokens
+from titanlite.generation.recorded_pass import RecordedPass
 from titanlite.kernels.collectives import Group, all_gather
 from titanlite.models.layers import Sequences
 
@@ -62,6 +64,7 @@ class Decoder:
         keeps_keys: compute each new token alone. Without, rows are computed whole for each token, which any model can.
         row_unit: rows of a batch are padded to a multiple of this number.
         requires_finite: raise a CheckpointError if logits are no numbers, on every rank; else they choose any token.
+        records: record the pass of a token as a CUDA graph: the model has no collectives and is on a GPU.
     """
 
     def __init__(
@@ -76,10 +79,12 @@ class Decoder:
         keeps_keys: bool = True,
         row_unit: int = 1,
         requires_finite: bool = False,
+        records: bool = False,
     ) -> None:
         self.model, self.device, self.tp_group = model, device, tp_group
         self.capacity, self.vocab_size, self.softcap = capacity, vocab_size, softcap
         self.keeps_keys, self.row_unit, self.requires_finite = keeps_keys, row_unit, requires_finite
+        self.records = records
 
     @torch.no_grad()
     def continue_prompts(
@@ -107,6 +112,7 @@ class Decoder:
         memory = KeyMemory(len(prompts), longest + limit)
         random = torch.Generator(self.device).manual_seed(sampling.seed)
         row = torch.arange(n_rows, device=self.device)
+        next_pass = RecordedPass(self.model, memory, row) if self.records else partial(self._run, memory)
         with torch.compiler.set_stance("force_eager"):  # each shape would be compiled anew
             for i in range(limit):
                 if not self.keeps_keys:
@@ -115,8 +121,7 @@ class Decoder:
                     logits = self._read_prompts(tokens[:, :longest], lengths, memory)
                 else:
                     at = lengths + i - 1
-                    new = NewTokens.after(at[:, None], longest + i - 1, memory)
-                    logits = self.model(tokens[row, at], sequences=new)
+                    logits = next_pass(tokens[row, at], at, longest + i - 1)
                 logits = self._all_logits(logits)
                 if self.requires_finite and not bool(logits[: len(prompts)].isfinite().all()):
                     want, fix = "logits that are finite numbers", "another step or folder: these weights are damaged"
@@ -126,6 +131,9 @@ class Decoder:
                 yield chosen[: len(prompts)].tolist()
                 if is_done():
                     return
+
+    def _run(self, memory: KeyMemory, tokens: Tensor, at: Tensor, last: int) -> Tensor:
+        return self.model(tokens, sequences=NewTokens.after(at[:, None], last, memory))
 
     def _read_prompts(self, tokens: Tensor, lengths: Tensor, memory: KeyMemory) -> Tensor:
         """Keep the keys of all prompts, part by part; return the logits after each one's last token [B, V/tp]."""

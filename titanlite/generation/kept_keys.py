@@ -5,7 +5,8 @@ end. Padding is never seen: a token sees the keys up to its own position, and la
 of padding before they can see them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +30,14 @@ class KeyMemory:
         self.rows, self.capacity = rows, capacity
         self._of_layer: dict[CausalAttention, tuple[Tensor, Tensor]] = {}
 
-    def keep(self, layer: CausalAttention, at: Tensor, k: Tensor, v: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, n, K, E] at positions `at` [B, n]; return those of positions below `end`."""
+    def keep(
+        self, layer: CausalAttention, row: Tensor, at: Tensor, k: Tensor, v: Tensor, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, n, K, E] into `row` [B, 1] at positions `at` [B, n]; return those below `end`."""
         kept = self._of_layer.get(layer)
         if kept is None:
             shape = self.rows, self.capacity, *k.shape[2:]
             kept = self._of_layer[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        row = torch.arange(self.rows, device=k.device)[:, None]
         for memory, new in zip(kept, (k, v), strict=True):
             memory[row, at] = new
         return kept[0][:, :end], kept[1][:, :end]
@@ -54,6 +56,7 @@ class NewTokens(Sequences):
     at: Tensor
     end: int
     memory: KeyMemory
+    _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
 
     @classmethod
     def after(cls, at: Tensor, last: int, memory: KeyMemory) -> "NewTokens":
@@ -79,16 +82,29 @@ class NewTokens(Sequences):
 
         Rows after those of the memory pad the batch: they attend to nothing, and their results are 0.
         """
-        (rows, n), K = self.at[: self.memory.rows].shape, k.shape[1]
-        at, result = self.at[:rows], q.new_zeros(q.shape)
-        q, k, v = (x[: rows * n].unflatten(0, (rows, n)) for x in (q, k, v))
-        keys, values = self.memory.keep(layer, at, k, v, self.end)
-        others = torch.arange(self.end, device=q.device)
-        seen = others <= at[..., None]  # [B, n, end]
-        if window := layer.window_in(self.longest):
-            seen &= others > at[..., None] - window
-        q = q.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)  # [B, K, R, n, E]
-        mask = seen[:, None].expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]  # [B, 1, R·n, end]
-        out = F.scaled_dot_product_attention(q.flatten(2, 3), keys.transpose(1, 2), values.transpose(1, 2), mask)
-        result[: rows * n] = out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
-        return result
+        (rows, n), K, is_padded = self._at.shape, k.shape[1], len(self.at) > self.memory.rows
+        new_q, new_k, new_v = (x[: rows * n].unflatten(0, (rows, n)) for x in (q, k, v))
+        keys, values = self.memory.keep(layer, self._row, self._at, new_k, new_v, self.end)
+        heads = new_q.unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)  # [B, K, R, n, E]
+        mask = self._seen_by(layer.window_in(self.longest), heads.shape[2])
+        out = F.scaled_dot_product_attention(heads.flatten(2, 3), keys.transpose(1, 2), values.transpose(1, 2), mask)
+        out = out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+        return F.pad(out, (0, 0, 0, 0, 0, len(q) - len(out))) if is_padded else out
+
+    @cached_property
+    def _at(self) -> Tensor:
+        return self.at[: self.memory.rows]
+
+    @cached_property
+    def _row(self) -> Tensor:
+        return torch.arange(len(self._at), device=self.at.device)[:, None]
+
+    def _seen_by(self, window: int, R: int) -> Tensor:
+        """Return which keys each query sees, [B, 1, R·n, end] bool, made once for all layers with this window."""
+        if (window, R) not in self._masks:
+            others, at = torch.arange(self.end, device=self.at.device), self._at[..., None]
+            seen = others <= at  # [B, n, end]
+            if window:
+                seen &= others > at - window
+            self._masks[window, R] = seen[:, None].expand(-1, R, -1, -1).flatten(1, 2)[:, None]
+        return self._masks[window, R]

@@ -92,6 +92,7 @@ class TextModel:
             keeps_keys=not self.target.config.model.file,
             row_unit=self._mesh.tp_size,
             requires_finite=True,
+            records=self._mesh.device.type == "cuda" and self._mesh.tp_group is None,
         )
         encoded = encode_prompts(texts, tokenizer, tokens, self.capacity, "prompts", "tokens")
         found = continue_texts(

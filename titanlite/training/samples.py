@@ -2,16 +2,24 @@
 
 from collections.abc import Callable
 
+from titanlite.config.schema import Config
 from titanlite.evaluation.inputs import tokenizer_of
 from titanlite.evaluation.prompts import SAMPLE_KEYS, encode_prompts
 from titanlite.generation.decode import Decoder, Sampling
 from titanlite.generation.text import continue_texts
 from titanlite.observe.observer import Sample
+from titanlite.parallel.fsdp import frees_after_forward
+from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.training.build import Run
 
 _GPU_ROWS = 128  # for each tensor-parallel rank: the shape that kernels of float8 and of fused products take
+
+
+def _is_whole(config: Config, mesh: Mesh) -> bool:
+    """Return whether this rank is alone, and keeps its weights in the compute dtype after a forward pass."""
+    return mesh.dp_size == mesh.tp_size == 1 and not any(frees_after_forward(config, shards=1))
 
 
 class Sampler:
@@ -37,6 +45,7 @@ class Sampler:
             vocab_size=self._tokenizer.vocab_size,
             keeps_keys=not config.model.file,
             row_unit=mesh.tp_size * (_GPU_ROWS if has_shapes else 1),
+            records=mesh.built_for.is_gpu and not config.model.file and _is_whole(config, mesh),
         )
         applied = {"samples": len(self.texts), "tokens": self._limit}
         run.receipt.add(Entry(SAMPLE_KEYS[0], list(self.texts), applied, count=len(self.texts)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.ranks.models.test_architectures import CASES, exported, fill
 from titanlite.config.schema import Model
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.generation import decode
+from titanlite.generation import decode, kept_keys
 from titanlite.generation.decode import Decoder, Sampling, choose_tokens
 from titanlite.models.find import model_class
 
@@ -68,6 +68,19 @@ def test_golden_tokens_are_what_transformers_generates(case: str, tmp_path: Path
     for prompt, truth in zip(prompts(), json.loads(GOLDEN.read_text())[case], strict=True):
         ids = torch.tensor([prompt])
         assert theirs.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist() == truth
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_passes_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several ranges of positions, each with a graph of its own."""
+    monkeypatch.setattr(kept_keys, "_BUCKET", 32)
+    device, model = torch.device("cuda"), model_of(case).to("cuda")
+    found = [
+        [*Decoder(model, device, None, CAPACITY, records=records).continue_prompts(prompts(), LIMIT, GREEDY)]
+        for records in (False, True)
+    ]
+    assert found[0] == found[1]
 
 
 def test_sampling_repeats_with_its_seed() -> None:
