@@ -3,6 +3,7 @@
 Launching the kernels of a pass one by one takes the host several times as long as the device needs to run them.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,7 +72,9 @@ class RecordedPass:
 def _waiting_refused() -> Iterator[None]:
     """Let torch raise a RuntimeError where the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # that the mode does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
