@@ -12,8 +12,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
+from titanlite.config.schema import Config, schema_keys
 from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.redact import redact_tree
@@ -44,20 +46,30 @@ class Entry:
     skipped: Sequence[Skipped] = ()  # cases left out for a declared reason
     missed: Sequence[Skipped] = ()  # eligible cases that were left out
     key: str = ""  # config key, e.g. "float8.recipe"; "" if `feature` is the key
+    default: object = None  # `requested` of a config that sets nothing; None: the default of the config key
 
-    def summary(self) -> str:
-        """Return one line: what was applied, what was not, and why."""
+    def summary(self, is_brief: bool = False) -> str:
+        """Return one line: what was applied, what was not, and why. `is_brief`: without zeros, files as a number."""
         text = str(self.applied)
         if isinstance(self.applied, dict):
             totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
+            if is_brief:
+                totals = {n: f"{v:,}" if type(v) is int else v for n, v in totals.items() if v not in _NOT_REQUESTED}
             text = ", ".join(f"{name} {value}" for name, value in totals.items())
-        return f"{self.feature}: {text}{self._left_out()}"
+        return f"{self.feature}: {text}{self._left_out(is_brief)}"
 
-    def _left_out(self) -> str:
+    @property
+    def is_news(self) -> bool:
+        """Return whether something was requested that is not the default, or left out."""
+        key = self.key or self.feature
+        default = attrgetter(key)(Config()) if self.default is None and key in schema_keys() else self.default
+        return bool(self._left_out()) or self.requested not in (*_NOT_REQUESTED, default)
+
+    def _left_out(self, is_brief: bool = False) -> str:
         by_why: dict[str, dict[str, None]] = {}  # reason → cases, with "*" for numbers of blocks
         for case in (case for case in (*self.skipped, *self.missed) if not case.is_told):
             by_why.setdefault(case.why, {})[_BLOCK.sub("layers.*", case.what)] = None
-        text = [f"{_few(list(names))} ({why})" for why, names in by_why.items()]
+        text = [f"{_few([*names], is_brief)} ({why})" for why, names in by_why.items()]
         return f"; except {_few(text)}" if text else ""
 
 
@@ -113,7 +125,9 @@ class Receipt:
         warn(message)
 
 
-def _few(names: list[str]) -> str:
+def _few(names: list[str], counts_files: bool = False) -> str:
+    if counts_files and (files := [name for name in names if name.startswith("/")]):
+        names = [*(name for name in names if name not in files), f"{len(files)} file{'s' * (len(files) > 1)}"]
     more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
     return ", ".join(names[:_NAMED] + more)
 

@@ -3,7 +3,7 @@
 Text such as names and lines of files is not trusted. Terminal controls in it, also those that reorder text, are escaped
 as `repr` escapes them; newlines and tabs remain. Colours and progress bars of titanlite are written to `drawn`.
 Progress bars of other libraries (tqdm) are recognised by their cursor moves, which may reach only empty lines or lines
-of bars.
+of bars. Paths that a run prints are relative to the working directory.
 """
 
 import io
@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 from titanlite.redact import redact
@@ -39,6 +40,14 @@ def escaped(text: str) -> str:
 def one_line(text: str) -> str:
     """Escape all terminal controls in a text, newlines and tabs included."""
     return escaped(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
+def with_relative_paths(text: str) -> str:
+    """Make paths beneath the working directory relative to it. For what is printed: files keep absolute paths."""
+    with suppress(OSError):  # the directory was deleted
+        if (here := os.getcwd()) != "/":
+            return re.sub(rf"(?<![^\s'\"=:(\[]){re.escape(here)}/(?=[\w.])", "", text)
+    return text
 
 
 def drawn(stream: TextIO) -> Any:

@@ -14,7 +14,7 @@ from titanlite.checkpoint.optimizer_state import leaves_state
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
-from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.checked_run import VERBOSE, checked_run
 from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
@@ -27,7 +27,7 @@ def main() -> None:
     check_launcher()
     launcher = Launcher()  # before the checks, during which the launcher may end
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    run = checked_run(sys.argv[1:], world)
+    run = checked_run([word for word in sys.argv[1:] if word != VERBOSE], world)
     is_first = os.environ.get("RANK", "0") == "0"
     folder = RunFolder.of(run.config)
     if is_first:
@@ -59,7 +59,7 @@ def main() -> None:
     from titanlite.training.train import train
 
     watched = launcher if run.config.job.stop_with_launcher else None
-    train(run, folder, notices, warnings, watched)
+    train(run, folder, notices, warnings, watched, is_verbose=VERBOSE in sys.argv)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,25 @@ def test_a_summary_names_what_was_left_out_and_why():
     ]
 
 
+def test_news_is_what_a_default_config_does_not_ask_for_or_what_was_left_out():
+    left, told = Skipped("/a.py", "why"), Skipped("x", "why", is_told=True)
+    for entry, is_news in (
+        (Entry("compile", False, "off", count=0), False),
+        (Entry("optimizer", "adamw", {}, count=1, key="optimizer.recipe"), False),
+        (Entry("optimizer", "muon", {}, count=1, key="optimizer.recipe"), True),
+        (Entry("data.source", "python_stdlib", {}, count=1, skipped=[told]), False),
+        (Entry("data.source", "python_stdlib", {}, count=1, skipped=[left]), True),
+        (Entry("data.mixture", ["a"], {}, count=1), True),
+        (Entry("attention", "fused", "math", count=1, key="model.n_heads", default="fused"), False),
+        (Entry("parallelism", [1, -1, 2], {}, count=1, default=[1, -1, 1]), True),
+        (Entry("fsdp_copy_engines", None, {}, count=1, missed=[left]), True),
+    ):
+        assert entry.is_news is is_news, entry
+    applied = {"tokens": 29_759_019, "bad": 0, "masked": True, "each": {"a": 1}}
+    files = Entry("data.source", "x", applied, count=1, skipped=[left, Skipped("/b.py", "why"), Skipped("c", "why")])
+    assert files.summary(is_brief=True) == "data.source: tokens 29,759,019, masked True; except c, 2 files (why)"
+
+
 @pytest.mark.parametrize(
     ("what", "shown"),
     [

@@ -1,13 +1,14 @@
 """What is drawn on purpose passes through a guarded stream; what others wrote is escaped."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
 
-from titanlite.streams import drawn, escaped, guard_stream, one_line
+from titanlite.streams import drawn, escaped, guard_stream, one_line, with_relative_paths
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,20 @@ def test_no_text_is_overwritten_but_a_bar(texts: tuple[str, ...], shown: str) ->
     for text in texts:
         stream.write(text)
     assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize("name", ["here", "my runs (2)"])
+def test_paths_beneath_the_working_directory_are_relative(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here := tmp_path / name).mkdir()
+    monkeypatch.chdir(here)
+    text = f"saved {here}/outputs/a\n'{here}/b c' x={here}/.d"
+    assert with_relative_paths(text) == "saved outputs/a\n'b c' x=.d"
+    for other in (f"in {here}", f"in {here}/", f"{here}-2/a", f"/mnt{here}/a", f"file://{here}/a", f"{here}/-a"):
+        assert with_relative_paths(other) == other
+    monkeypatch.chdir("/")
+    assert with_relative_paths(text) == text
 
 
 def test_a_line_that_is_drawn_is_overwritten_by_nobody() -> None:

@@ -17,16 +17,20 @@ from titanlite.commands.arguments import Command, number_of
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 from titanlite.observe.status import now, read_status
-from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.checked_run import VERBOSE, VERBOSE_HELP, checked_run
 from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import check_start
+from titanlite.streams import with_relative_paths
 
 COMMAND = Command(
     "train",
     __doc__ or "",
-    {"--gpus N": "GPUs to train on, of this host; default: all. Without GPUs: the number of processes; default: 1"},
+    {
+        "--gpus N": "GPUs to train on, of this host; default: all. Without GPUs: the number of processes; default: 1",
+        VERBOSE: VERBOSE_HELP,
+    },
 )
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # Seconds from a signal until the launcher kills the processes. Its default of 30 is too short to finish a step and save
@@ -48,7 +52,7 @@ def run(argv: list[str]) -> int:
     if asked is None:
         checked = checked_run(given.flags, n)
     check_start(checked.config, checked.inputs)
-    program = ["-m", "titanlite.train", *given.flags]
+    program = ["-m", "titanlite.train", *given.flags, *([VERBOSE] if VERBOSE in given.own else [])]
     if n == 1:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *program])
@@ -91,7 +95,7 @@ def _launch(n: int, program: Sequence[str], config: Config) -> int:
             return 2
         how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else failure.signal_name()
         log = RunFolder.of(config).logs / f"rank{rank}.log"
-        sys.stderr.write(f"rank {rank} ended first, with {how}; its log is {log}\n")
+        sys.stderr.write(with_relative_paths(f"rank {rank} ended first, with {how}; its log is {log}\n"))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 

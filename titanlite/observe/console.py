@@ -3,8 +3,11 @@
     step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
 A step's line fits 100 columns; all other numbers are in metrics.jsonl. Longer texts are folded between words, with
-continuation lines indented. On a terminal the labels are dimmed and a progress bar is at the bottom. Output to a pipe
-or a file has no colours and no bar, and its step lines are ASCII, so that `grep` and `awk` work on it.
+continuation lines indented. Paths beneath the working directory are shown relative to it.
+
+A pipe or a file gets the line of every logged step, without colours and in ASCII, so that `grep` and `awk` work on it.
+A terminal has the newest step's figures above a progress bar, and keeps the lines of the first and the last step, of
+validations, with the training loss, and without validation of about twenty steps; with `--verbose` of every step.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. Only the first rank of each host writes to the
 terminal, and only global rank 0 writes step lines to it, so that eight ranks do not print everything eight times. A
@@ -17,7 +20,7 @@ import sys
 import textwrap
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,7 +32,7 @@ from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import Row, is_of_step
 from titanlite.observe.observer import Observer, Sample
 from titanlite.redact import redact
-from titanlite.streams import drawn, escaped
+from titanlite.streams import drawn, escaped, with_relative_paths
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -37,14 +40,27 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Greatest width of a printed line, in columns. Longer lines are folded."""
 _RECENT = 20  # logged steps from which the time left is estimated; few, so that slow first steps soon drop out
+_LINES = 20  # step lines that a terminal keeps of a run without validation
+_ROOM = 12  # printed lines of a digest
 _LONG_WAIT = 0.1  # warn if recent steps spent this share of their time, or more, on waiting for data
 
 
 class Console(Observer):
-    """Writes one rank's log file, appending if it exists. The first rank of each host also writes to the terminal."""
+    """Writes one rank's log file, appending if it exists. The first rank of each host also writes to the terminal.
+
+    `has_validation`: whether lines of validations stand for those of steps. `is_verbose`: show all that is logged.
+    """
 
     def __init__(
-        self, rank: int, local_rank: int, total_steps: int, log_folder: Path, stream: TextIO | None = None
+        self,
+        rank: int,
+        local_rank: int,
+        total_steps: int,
+        log_folder: Path,
+        stream: TextIO | None = None,
+        *,
+        has_validation: bool = False,
+        is_verbose: bool = False,
     ) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._file = append_plain(log_folder / f"rank{rank}.log")
@@ -52,30 +68,68 @@ class Console(Observer):
         self._stream = None if local_rank else stream or sys.stdout  # also None once writing has failed
         self._work: Callable[[int], float] = float  # step → work done up to its end
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds: in all, waiting, per work
-        self._has_waited = False
+        self._has_waited, self._has_validation, self._is_verbose = False, has_validation, is_verbose
+        self._newest: Row = {}  # row of the newest logged step
+        self._shown_step = 0  # the last step whose line was shown; 0: none
+        self._unshown = ""  # line of the newest step while it is not shown
         self._bar: tuple[Progress, TaskID] | None = None
 
     def write(self, row: Row) -> None:
-        """Write a row of metrics as one line, to the log and, on rank 0, to the terminal."""
-        step = int(row["step"])
-        if is_of_step(row):
-            pace = row["seconds"] / (self._work(step) - self._work(step - 1))
-            self._recent.append((row["seconds"], row["data_wait_seconds"], pace))
-            left = self._work(self._total) - self._work(step)
-            line = step_line(row, self._total, left * statistics.median(pace for _, _, pace in self._recent))
-        else:
-            line = f"{_progress(step, self._total)}  {_validation(row) or _accuracies(row) or _float8(row)}"
+        """Log a row of metrics as one line. Rank 0 shows it, too; a terminal keeps the lines of few steps."""
+        step, is_terminal = int(row["step"]), self._stream is not None and self._stream.isatty()
+        place = _progress(step, self._total)
+        if not is_of_step(row):
+            losses, newest = _validation(row), self._newest
+            line = f"{place}  {losses or _accuracies(row) or _float8(row)}"
+            self._log(line)
+            if losses and is_terminal and "loss" in newest:
+                at = "" if newest["step"] == step else f" at step {newest['step']}"
+                line = f"{place}  {METRICS['loss'].loss_of} {newest['loss']:.4f}{at}  {losses}"
+            if self._rank == 0:
+                self._show(line, is_row=True)
+            return
+        pace = row["seconds"] / (self._work(step) - self._work(step - 1))
+        self._recent.append((row["seconds"], row["data_wait_seconds"], pace))
+        left = self._work(self._total) - self._work(step)
+        line = step_line(row, self._total, left * statistics.median(pace for _, _, pace in self._recent))
         self._log(line)
         if self._rank == 0:
-            self._show(line, done=step)
+            self._newest, self._unshown = row, line
+            if is_terminal:
+                self._draw(partial(self._advance, step, line.removeprefix(place).lstrip()))
+            if not is_terminal or self._keeps(step):
+                self.show_newest()
             self._warn_of_wait()
 
+    def show_newest(self) -> None:
+        """Show the line of the newest step if it is not shown yet. Called after the last one."""
+        if self._unshown:
+            self._show(self._unshown, is_row=True)
+            self._unshown, self._shown_step = "", int(self._newest["step"])
+
     def samples(self, step: int, tokens: int, samples: Sequence[Sample]) -> None:
-        """Show each sample in one line."""
+        """Log each sample in one line, and show of it what fits two."""
         for sample in samples:
             prompt, text = (" ".join(escaped(part).split()) for part in sample)
-            line = f"sample  {prompt} → {text}"
-            self.notice(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…")
+            line = f"sample  {prompt} → {text or ('(white space)' if sample.text else '(nothing)')}"
+            self._log(line)
+            if self._rank == 0:  # as on all other ranks
+                lines = textwrap.wrap(redact(line), WIDTH, subsequent_indent="    ", max_lines=2, placeholder=" …")
+                self._show("\n".join(lines))
+
+    def digest(self, details: Sequence[str], brief: Sequence[str], last: Callable[[int], str]) -> None:
+        """Log `details`, which `--verbose` shows; else show of `brief` what fits into `_ROOM` lines, from the first on.
+
+        `last` returns the last line, for a number of texts of `brief` that are left out.
+        """
+        for text in (*details, last(0)):
+            self._log(text)
+        shown, room = [], _ROOM - len(_printed_lines(last(len(brief))))
+        for text in brief:
+            if (n := len(_printed_lines(text))) <= room:
+                shown, room = [*shown, text], room - n
+        for text in (*details, last(0)) if self._is_verbose else (*shown, last(len(brief) - len(shown))):
+            self._show(text)
 
     def measure_by(self, work: Callable[[int], float]) -> None:
         """Estimate the time left from `work(step)`, the work up to a step, such as tokens: steps may differ in size."""
@@ -96,7 +150,8 @@ class Console(Observer):
         self._log(f"failed: {''.join(bug).rstrip() or error}")
 
     def close(self, has_failed: bool = False) -> None:
-        """Stop the progress bar and close the log file. `has_failed` is ignored."""
+        """Show the newest step, stop the progress bar and close the log file. `has_failed` is ignored."""
+        self.show_newest()
         if self._bar:
             self._draw(self._bar[0].stop)
         self._file.close()
@@ -110,13 +165,18 @@ class Console(Observer):
         share = f"{waited / all_of_it:.0%} of the last {_RECENT} lines' time went by waiting for data"
         self.warning(f"{share}: put data.cache_dir on a faster disk, or leave the reader a core")
 
+    def _keeps(self, step: int) -> bool:
+        """Return whether a terminal keeps the line of a step."""
+        is_next = not self._has_validation and step * _LINES // self._total > self._shown_step * _LINES // self._total
+        return self._is_verbose or is_next or not self._shown_step or step == self._total
+
     def _log(self, text: str) -> None:
         self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {escaped(redact(text))}\n")
 
-    def _show(self, text: str, style: str = "", done: int | None = None) -> None:
-        """Write to the terminal, above the progress bar. `done`: the step of a step line; the first starts the bar."""
+    def _show(self, text: str, style: str = "", is_row: bool = False) -> None:
+        """Write to the terminal, above the progress bar. `is_row`: of metrics, whose labels are dimmed."""
         if self._stream is not None:
-            self._draw(partial(self._print, self._stream, _fold_long(redact(text)), style, done))
+            self._draw(partial(self._print, self._stream, "\n".join(_printed_lines(text)), style, is_row))
 
     def _draw(self, write: Callable[[], None]) -> None:
         """Call `write`, which writes to the terminal. If it fails, log that, and never use the terminal again."""
@@ -126,7 +186,7 @@ class Console(Observer):
             self._stream = self._bar = None
             self._log(f"warning: the terminal is lost ({e.strerror}); what it would show is in this file")
 
-    def _print(self, stream: TextIO, text: str, style: str, done: int | None) -> None:
+    def _print(self, stream: TextIO, text: str, style: str, is_row: bool) -> None:
         if not stream.isatty():
             stream.write(text + "\n")
             stream.flush()
@@ -134,23 +194,32 @@ class Console(Observer):
         import rich.console
         from rich.text import Text
 
-        if self._bar is None and done is not None:
-            self._bar = self._start_bar(stream)
         console = self._bar[0].console if self._bar else rich.console.Console(file=drawn(stream))
         styled = Text(escaped(text), style)
-        if done is not None:
+        if is_row:
             styled.highlight_words(("step", *_labels(), "eta"), "dim")
             styled.highlight_regex(r"(?<=loss) +\S+", "bold cyan")
         console.print(styled, soft_wrap=True)
-        if self._bar and done is not None:
-            self._bar[0].update(self._bar[1], completed=done, refresh=True)
+
+    def _advance(self, step: int, figures: str) -> None:
+        """Show a step and its figures in the progress bar, which the first one starts."""
+        if self._bar is None and self._stream is not None:
+            self._bar = self._start_bar(self._stream)
+        if self._bar is not None:
+            self._bar[0].update(self._bar[1], completed=step, description=figures, refresh=True)
 
     def _start_bar(self, stream: TextIO) -> "tuple[Progress, TaskID]":
         """Start the progress bar. It is redrawn with each line, not by a thread, which would slow the steps down."""
         import rich.console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn
+        from rich.text import Text
 
-        progress = Progress(
+        class Bar(Progress):
+            def get_renderables(self) -> Iterator[rich.console.RenderableType]:
+                yield from (Text(task.description, no_wrap=True, overflow="ellipsis") for task in self.tasks)
+                yield from super().get_renderables()
+
+        progress = Bar(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TaskProgressColumn(),
@@ -165,14 +234,17 @@ class Console(Observer):
         return progress, task
 
 
-def _fold_long(text: str) -> str:
-    """Fold lines to `WIDTH` columns between words, with continuation lines indented. Longer words stay in one piece."""
+def _printed_lines(text: str) -> list[str]:
+    """Return a text as it is printed: without secrets, with relative paths, in lines of at most `WIDTH` columns.
+
+    Lines are folded between words, with continuation lines indented. Longer words stay in one piece.
+    """
     lines: list[str] = []
-    for line in text.split("\n"):
+    for line in with_relative_paths(redact(text)).split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         lines += wrapped if len(line) > WIDTH else [line]
-    return "\n".join(lines)
+    return lines
 
 
 def step_line(row: Row, total_steps: int, seconds_left: float) -> str:

@@ -102,20 +102,17 @@ def _ranks_of(mesh: DeviceMesh) -> Group:
 
 def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
     """Return the receipt's entry of the layout."""
-    requested = [
-        config.data_parallel_replicate_degree,
-        config.data_parallel_shard_degree,
-        config.tensor_parallel_degree,
-    ]
+    base = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+    keys = [*base, "context_parallel_degree"] if mesh.context_group is not None else [*base]
+    keys += ["expert_parallel_degree"] if mesh.expert_group is not None else []
+    requested, default = ([getattr(of, key) for key in keys] for of in (config, Parallelism()))
     layout = {"data_parallel_replicate": mesh.replicas, "tensor_parallel": mesh.tp_size}
     layout["data_parallel_shard"] = mesh.data_size // mesh.replicas
     if (context := mesh.context_group) is not None:
-        requested.append(config.context_parallel_degree)
         layout["context_parallel"] = context.size
     if (group := mesh.expert_group) is not None:
-        requested.append(config.expert_parallel_degree)
         layout["expert_parallel"] = group.size
-    return Entry("parallelism", requested, layout, count=mesh.dp_size * mesh.tp_size)
+    return Entry("parallelism", requested, layout, count=mesh.dp_size * mesh.tp_size, default=default)
 
 
 def build_mesh(config: Parallelism, device: Device, has_experts: bool = False) -> Mesh:

@@ -45,6 +45,8 @@ from titanlite.preflight.start import (
 )
 
 T = TypeVar("T")
+VERBOSE = "--verbose"  # of train.py and `titanlite train`; no key, since it changes nothing of the run
+VERBOSE_HELP = "print the whole receipt and, on a terminal, each step"
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         ConfigError: with all problems found. Checks that need a wrong key are left out.
         SystemExit: with 0, after `--help`.
     """
-    config, problems = parse_what_is_right(argv, "train.py FILE [--section.key VALUE ...]")
+    usage = f"train.py FILE [--section.key VALUE ...] [{VERBOSE}]\n\n  {VERBOSE}  {VERBOSE_HELP}"
+    config, problems = parse_what_is_right(argv, usage)
     checks, origin = _Checks(problems), problems.origin
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))

@@ -5,6 +5,7 @@ memory from the allocator.
 """
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.activation_checkpoint.receipt import save_list_entry
 from titanlite.config.recipe_schema import ROUTER_TRAINING
+from titanlite.config.schema import Config
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_cost import rule_costs
@@ -51,9 +53,12 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
     receipt.add(memory)
     if dist.get_rank() == 0:
         receipt.write(folder.receipt)
-        for entry in receipt.entries:
-            console.notice(entry.summary())
-        console.notice(f"receipt, with each layer, rule and shape: {folder.receipt}")
+        news = [memory, *(entry for entry in receipt.entries if entry.is_news and entry is not memory)]
+        console.digest(
+            [entry.summary() for entry in receipt.entries],
+            [entry.summary(is_brief=True) for entry in news],
+            lambda more: f"receipt, with {f'{more} more, ' * (more > 0)}each layer, rule and shape: {folder.receipt}",
+        )
     receipt.enforce(config.job.strict, console.warning)
     if over_budget is not None:
         message = describe("the run exceeds its memory budget", [over_budget])
@@ -118,21 +123,23 @@ def _dtypes(run: Run) -> Entry:
         "reduction": reduction,
         "optimizer_state": dtype_names(run.optimizer.state_tensors()),
     }
-    training, optimizer = run.config.training, run.config.optimizer
-    wanted = {
-        "parameters": ("float32", "training"),
-        "compute": (training.mixed_precision_param, "training.mixed_precision_param"),
-        "reduction": (training.mixed_precision_reduce, "training.mixed_precision_reduce"),
-        "optimizer_state": (optimizer.state_dtype, "optimizer.state_dtype"),
+    keys = {
+        "parameters": "training",
+        "compute": "training.mixed_precision_param",
+        "reduction": "training.mixed_precision_reduce",
+        "optimizer_state": "optimizer.state_dtype",
     }
+    requested, default = (
+        {what: "float32" if what == "parameters" else attrgetter(key)(of) for what, key in keys.items()}
+        for of in (run.config, Config())
+    )
     missed = tuple(
-        Skipped(key, f"{what} in {found[what]}, not in {dtype}")
-        for what, (dtype, key) in wanted.items()
+        Skipped(keys[what], f"{what} in {found[what]}, not in {dtype}")
+        for what, dtype in requested.items()
         if found[what] != dtype
     )
-    requested = {what: dtype for what, (dtype, _) in wanted.items()}
     key = missed[0].what if missed else "training"
-    return Entry("dtypes", requested, found, count=len(wanted) - len(missed), missed=missed, key=key)
+    return Entry("dtypes", requested, found, count=len(keys) - len(missed), missed=missed, key=key, default=default)
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> str:
@@ -149,7 +156,8 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
     if not backend:
         skipped = (Skipped("attention", "it is no CausalAttention: its kernel is not known"),)
     count = len(run.model.layers) if fused or skipped else 0  # type: ignore[arg-type]
-    return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, key="model.n_heads")
+    asked, key = "fused", "model.n_heads"
+    return Entry("attention", asked, backend or "not known", count=count, skipped=skipped, key=key, default=asked)
 
 
 def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
@@ -162,7 +170,8 @@ def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
     skipped = (Skipped("products", f"{why}, and widths of 128"),) if is_slow and device.is_gpu else ()
     applied: dict[str, object] = {"kernel": "loop" if is_slow else "grouped_matmul"}
     applied |= {key: value for key in ROUTER_TRAINING if (value := getattr(first.of, key))}
-    return Entry("experts", "grouped_matmul", applied, count=len(mixtures), skipped=skipped, key="model.flavor")
+    asked, key = "grouped_matmul", "model.flavor"
+    return Entry("experts", asked, applied, count=len(mixtures), skipped=skipped, key=key, default=asked)
 
 
 def _attention_backend(run: Run, is_masked: bool) -> str:

@@ -65,6 +65,7 @@ class Session:
     def ended(self, start: int, last: int) -> None:
         """Report that the run is finished, or what stopped it. Without a step to train, an earlier report remains."""
         config, console = self.asked.config, self.console
+        console.show_newest()
         is_idle, is_finished = start >= last_step(config), last >= config.training.steps
         if is_idle and self.status.idle(is_finished):
             return
@@ -92,6 +93,7 @@ class Session:
             return
         by, saved = f"a second signal, {by}", complete_steps(self.folder.checkpoints)
         status.stopped(status.step, by)
+        console.show_newest()
         kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint"
         console.notice(f"stopped at once by {by}, after step {status.step}; {kept}")
 

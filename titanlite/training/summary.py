@@ -15,17 +15,20 @@ from titanlite.config.stages import SOLE
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs, order_in_words
+from titanlite.errors import TitanliteError
 from titanlite.observe.console import WIDTH, duration
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.trained_model import find_trained_model
+from titanlite.streams import with_relative_paths
 from titanlite.training.build import Run
 from titanlite.training.report import epoch
 from titanlite.training.schedule import change_of_rate, learning_rate
 
-_WIDTH = 7  # characters of the first column
+_WIDTH = 8  # characters of the first column
 
 
 def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start: int, folder: RunFolder) -> list[str]:
@@ -49,7 +52,7 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
         *(_line("source", text) for text in _of_mixture(mixture)),
         *([_line("order", order_in_words(window, table.unit_len, next_step.asked.tokens_per_step))] if window else []),
         _line("folder", str(folder.path)),
-        _line("wandb", _where_wandb_records(config, folder)),
+        *([_line("wandb", text)] if (text := _where_wandb_records(config, folder)) else []),
     ]
     if config.metrics.tensorboard:
         lines.append(_line("tensorboard", f"in {folder.tensorboard}"))
@@ -90,6 +93,11 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
     lines.append(_line("compare", _pasteable("titanlite", "compare", path)))
     if saved and can_export:
         lines.append(_line("export", _pasteable("titanlite", "export", path)))
+    with suppress(OSError, TitanliteError):  # of a run that `titanlite generate` refuses, as without a tokenizer
+        find_trained_model("titanlite generate", folder.path, None, None, averaged=False)
+        asked = [text for text in config.validation.samples[:1] if text.isprintable() and len(text) <= 50]
+        prompt = ["--prompt", *(asked or ["Once upon a time"])]
+        lines.append(_line("generate", _pasteable("titanlite", "generate", path, *prompt)))
     return lines
 
 
@@ -101,7 +109,7 @@ def _pasteable(*words: str) -> str:
     """Break a command into lines that can be pasted, so that the console need not fold it."""
     lines, room = [""], WIDTH - _WIDTH - len("   \\ ")
     for word in map(shlex.quote, words):
-        if lines[-1] and len(lines[-1]) + len(word) >= room:
+        if lines[-1] and len(with_relative_paths(f"{lines[-1]} {word}")) > room:
             lines.append(f"  {word}")
         else:
             lines[-1] += f" {word}" if lines[-1] else word
@@ -121,14 +129,13 @@ def _mesh_in_words(mesh: Mesh, world: int) -> str:
 
 
 def _where_wandb_records(config: Config, folder: RunFolder) -> str:
-    """Return where Weights & Biases records the run or, if it is off, the file that has the metrics."""
+    """Return where Weights & Biases records the run; "" if it is off."""
     metrics = config.metrics
     group = f", group {metrics.wandb_group}" if metrics.wandb_group else ""
     return {
-        "off": f"off; {folder.metrics.name} in the folder has every row",
         "offline": f"offline, in {folder.path / 'wandb'}",
         "online": f"online, project {metrics.wandb_project}{group}",
-    }[metrics.wandb]
+    }.get(metrics.wandb, "")
 
 
 def _lowest(rows: Sequence[dict[str, Any]], key: str) -> str:

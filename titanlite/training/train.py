@@ -62,6 +62,7 @@ def train(
     notices: list[str],
     warnings: list[str],
     launcher: Launcher | None = None,
+    is_verbose: bool = False,
 ) -> None:
     """Train until the last step, `job.stop_after` or a signal, whichever comes first.
 
@@ -71,13 +72,15 @@ def train(
         notices: of the checks, to be logged.
         warnings: of the checks, to be logged.
         launcher: when it ends, the run stops; None: it is not watched.
+        is_verbose: whether to print all that is logged.
 
     Raises:
         TitanliteError: an error that the user can fix; the same on every rank.
     """
     with folder.write_errors_explained(), ExitStack() as cleanup:  # also for errors when files are closed
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-        console = Console(rank, local_rank, asked.config.training.steps, folder.logs)
+        steps, validates = asked.config.training.steps, asked.config.validation.enable
+        console = Console(rank, local_rank, steps, folder.logs, has_validation=validates, is_verbose=is_verbose)
         cleanup.callback(console.close)
         for notice in notices:
             console.notice(notice)

@@ -50,6 +50,7 @@ def test_a_run_says_what_its_samples_say(trained: "Ended", call: "Call") -> None
             given = ("--prompt", sample["prompt"], "--temperature", "0", "--tokens", "9", "--step", str(row["step"]))
             assert call("generate", str(trained.folder), *given) == f"{sample['prompt']}{sample['text']}\n"
     assert trained.output.count("sample  for → ") == 2
+    assert f"\ngenerate  titanlite generate {trained.folder} --prompt 'for '\n" in trained.output
 
 
 def test_samples_after_a_resume_are_those_of_one_run(desk: "Desk", trained: "Ended") -> None:

@@ -16,6 +16,7 @@ from titanlite.commands import main
 from titanlite.commands.train import _has_stopped_well
 from titanlite.config.schema import Checkpoint, Config
 from titanlite.config.toml_file import shipped_folder
+from titanlite.preflight.checked_run import VERBOSE, VERBOSE_HELP, checked_run
 from titanlite.preflight.run_folder import RunFolder
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
@@ -46,8 +47,20 @@ def test_one_process_is_started_without_a_launcher(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.execv", lambda program, argv: started.append(argv))
     monkeypatch.setattr("titanlite.commands.train._launch", lambda *args: 0)
     monkeypatch.chdir(tmp_path)
+    given = [sys.executable, "-m", "titanlite.train", "--config", DEBUG, "--training.steps", "100"]
     main(["train", DEBUG, "--training.steps", "100"])
-    assert started == [[sys.executable, "-m", "titanlite.train", "--config", DEBUG, "--training.steps", "100"]]
+    main(["train", DEBUG, "--verbose", "--training.steps", "100"])
+    assert started == [given, [*given, "--verbose"]]
+
+
+def test_verbose_is_a_flag_of_what_trains_and_on_its_help_pages(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    for page, lines in ((lambda: main(["train", "--help"]), 40), (lambda: checked_run(["--help"]), 24)):
+        with pytest.raises(SystemExit):
+            page()
+        out = capsys.readouterr().out
+        assert f"{VERBOSE}  {VERBOSE_HELP}\n" in out
+        assert len(out.splitlines()) <= lines
+    assert "--verbose" in call("validate", DEBUG, "--verbose", ends=2)
 
 
 def test_more_gpus_than_there_are(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

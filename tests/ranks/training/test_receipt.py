@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -96,7 +97,10 @@ def test_token_files_with_few_ids_of_the_model(desk: Desk) -> None:
     source.write_bytes(bytes(range(50)) * 160)  # as uint16, the largest is 49 · 256 + 48
     flags = [f"--data.source={source}", "--model.vocab_size=16384", "--job.stop_after=1"]
     said = f"warning: data.source = {source} has 12,593 ids and model.vocab_size is 16,384: 76.9% of"
-    assert desk.run("few ids", 2, *flags).output.count(said) == 1
+    output = desk.run("few ids", 2, *flags).output
+    assert output.count(said) == 1
+    assert "\nexport  " in output
+    assert "\ngenerate  " not in output  # no tokenizer is known
 
 
 def test_many_epochs_are_told_where_the_length_is_known_after_preparation(desk: Desk) -> None:
@@ -135,7 +139,7 @@ def test_what_max_tokens_leaves_out_is_in_the_receipt(desk: Desk) -> None:
     applied = {"tokens": 2401, "bad_records": 0, "skipped_files": 0, "max_tokens": 2400, "documents": 1}
     assert entry["applied"] == applied
     assert entry["skipped"] == [{"what": "the rest of the source", "why": "data.max_tokens = 2400"}]
-    assert "data.source: tokens 2401, bad_records 0, skipped_files 0, documents 1, max_tokens 2400\n" in run.output
+    assert "\ndata.source: tokens 2,401, documents 1, max_tokens 2,400\n" in run.output
     resumed = desk.run("cut", 2, flags[0], "--job.stop_after=2")
     assert "data.max_tokens" in resumed.output  # as other changes are told
     assert "warning: data.source holds different text than before (fingerprint " in resumed.output
@@ -198,9 +202,38 @@ def test_what_the_run_computed_with_is_named_first(everything: Ended) -> None:
     assert name == "environment"
     assert entry["applied"]["torch"] == torch.__version__
     assert entry["applied"]["device"] == platform.machine()
-    assert f"environment: titanlite {titanlite.__version__}, torch {torch.__version__}" in everything.output
     rules = "all adamw, 360,448 elements, all without weight decay adamw, 640 elements"  # of all ranks
-    assert f"optimizer: recipe adamw, {rules}" in everything.output
+    log = (everything.folder / "logs" / "rank0.log").read_text()
+    for line in (f"environment: titanlite {titanlite.__version__}, torch", f"optimizer: recipe adamw, {rules}"):
+        assert line in log
+        assert line not in everything.output
+
+
+def test_what_a_run_asked_for_is_printed_and_with_verbose_all(desk: Desk, everything: Ended) -> None:
+    def printed(run: Ended) -> list[str]:
+        block = run.output.partition("step 1/2  ")[2].partition("step 2/2  ")[0]
+        return [line.partition(": ")[0] for line in block.splitlines()[1:]]
+
+    asked = ["data.source", "parallelism", "tensor_parallel", "float8", "activation_checkpoint"]
+    receipt = "receipt, with each layer, rule and shape"
+    assert sorted(printed(everything)) == sorted(["memory", *asked, receipt])
+    flags = ("--training.steps=2", "--lr_scheduler.warmup_steps=1")
+    plain = desk.run("plain", 1, *flags)
+    assert printed(plain) == ["memory", "data.source", "dtypes", receipt]
+
+    def plant() -> None:
+        sys.argv.append("--verbose")
+        os.chdir(desk.folder)
+
+    verbose = desk.run("verbose", 1, *flags, plant=plant)
+    assert printed(verbose) == [*verbose.receipt, receipt]
+    assert verbose.losses() == plain.losses()
+    saved, log = "checkpoints/step-00000002\n", (verbose.folder / "logs" / "rank0.log").read_text()
+    for before, after in (("folder    ", "\n"), (f"{receipt}: ", "/receipt.json\n"), ("saved ", f"/{saved}")):
+        assert f"{before}runs/verbose{after}" in verbose.output
+        assert f"{before}{verbose.folder}{after}" in log
+    for name, more in (("compare", ""), ("export", ""), ("generate", " --prompt 'Once upon a time'")):
+        assert f"\n{name:8}  titanlite {name} runs/verbose{more}\n" in verbose.output
 
 
 def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ended) -> None:

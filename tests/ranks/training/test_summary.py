@@ -34,7 +34,7 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
     warmup = ("--lr_scheduler.warmup_steps=2",)
     run = desk.run("sum mary", 2, *flags, *split, "--job.stop_after=4", "--checkpoint.resume=never", *warmup)
     folder = shlex.quote(str(run.folder))
-    begins, ends = said(run.output, "model", "wandb"), said(run.output, "took", "export")
+    begins, ends = said(run.output, "model", "wandb"), said(run.output, "took", "generate")
     assert "\ndata.source: 1 file taken\n" in run.output
     assert begins["layout"] == "2 × CPU processes: tensor parallel 2"
     n_tokens = (desk.folder / "train.txt").stat().st_size + 1  # of bytes, and a separator
@@ -53,6 +53,7 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
     command, out = shlex.split(ends["export"]), tmp_path / "out"
     assert main([*command[1:], "--out", str(out)]) == 0
     count = sum(weight.numel() for weight in load_file(out / "model.safetensors").values())
+    assert main([*shlex.split(ends["generate"])[1:], "--tokens", "1"]) == 0
     assert begins["model"] == f"llama3 debug, {count:,} parameters"
 
     titanlite, train, config, gpus, world, *rest = shlex.split(ends["resume"])

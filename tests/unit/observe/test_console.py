@@ -11,6 +11,7 @@ import pytest
 
 from titanlite.errors import DataError
 from titanlite.observe.console import Console, duration, step_line
+from titanlite.observe.observer import Sample
 from titanlite.streams import guard_stream, guard_streams
 
 ROW = {
@@ -113,12 +114,13 @@ def test_a_longer_line_is_folded_between_words_and_is_whole_in_the_log(tmp_path)
 
 def test_waiting_for_data_is_warned_of_once(tmp_path):
     stream = io.StringIO()
-    console = Console(0, 0, 1_000, tmp_path, stream)
+    console = Console(0, 0, 1_000, tmp_path, stream, has_validation=True)
     for step in range(1, 61):  # the first twenty wait for 2 %, all others for a quarter
         console.write(ROW | {"step": step, "data_wait_seconds": 0.02 if step <= 20 else 0.25})
     console.close()
     before, after = stream.getvalue().split("warning: ")
     assert 20 < before.count("\n") < 35
+    assert stream.getvalue().count("\nstep ") == 59  # a pipe has every step
     assert after.startswith("1")  # of the last twenty lines' time, just above a tenth
     assert "% of the last 20 lines' time went by waiting for data: " in after
 
@@ -195,12 +197,34 @@ def test_the_terminal_is_standard_output(tmp_path, capsys):
     assert capsys.readouterr().out == "saved\n"
 
 
-def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """A terminal's stream, and a list that will have all that was written to it."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.delenv("NO_COLOR", raising=False)
     ours, theirs = pty.openpty()
+    chunks = []
+
+    def read():  # a terminal takes a page at a time
+        with contextlib.suppress(OSError):  # it is closed
+            while chunk := os.read(ours, 100_000):
+                chunks.append(chunk.decode())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     with os.fdopen(theirs, "w") as stream:
+        yield stream, chunks
+    reader.join()
+    os.close(ours)
+
+
+def plain(chunks):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "".join(chunks)).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkeypatch):
+    with terminal(monkeypatch) as (stream, chunks):
         console = Console(0, 0, 240, tmp_path, stream)
         console.notice("[red]text in brackets is not markup[/red]")
         console.notice("x" * 200)
@@ -213,25 +237,86 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
             threading.enumerate(),
         ) == others  # the bar leaves prints alone, and has no thread
         console.close()
-        os.set_blocking(ours, False)
-        chunks = []
-        with contextlib.suppress(BlockingIOError):  # a terminal gives a page at a time
-            while True:
-                chunks.append(os.read(ours, 100_000))
-        out = b"".join(chunks).decode()
-    os.close(ours)
+    out = "".join(chunks)
     assert "\x1b[" in out
     assert "120/240" in out.rsplit("eta", 1)[1]  # the bar, after the line
     assert " 50%" in out
     assert "[red]text in brackets is not markup[/red]" in out
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
-    assert step_line(ROW, 240, 120) in plain
-    assert "x" * 200 in plain
+    assert step_line(ROW, 240, 120) in plain(chunks)
+    assert "x" * 200 in plain(chunks)
     assert "\x1b" not in (tmp_path / "rank0.log").read_text()
     assert "\x1b[?25h" in out  # the cursor is shown again
     before, _ = out.split("\x1b[?25l")  # which one bar hides, when it comes
     assert "[/red]" in before
     assert "loss" not in before
+
+
+@pytest.mark.parametrize(
+    ("validates", "verbose", "kept"),
+    [
+        (False, False, [11, *range(15, 75, 5), 73]),  # of 100, a twentieth; the first, and the last of a stopped run
+        (True, False, [11, 73]),
+        (True, True, [*range(11, 74)]),
+    ],
+)
+def test_a_terminal_keeps_lines_of_few_steps_and_its_bar_shows_all(tmp_path, monkeypatch, validates, verbose, kept):
+    with terminal(monkeypatch) as (stream, chunks):
+        console = Console(0, 0, 100, tmp_path, stream, has_validation=validates, is_verbose=verbose)
+        for step in range(11, 74):
+            console.write(ROW | {"step": step, "loss": step / 8})
+        for step in (73, 74):
+            console.write({"step": step, "tokens": 1, "validation_loss": 2.5})
+        console.show_newest()
+        console.notice("stopped")
+        console.close()
+    text = plain(chunks)
+    assert [int(step) for step in re.findall(r"^step +(\d+)/100  loss", text, re.MULTILINE)] == kept
+    assert text.index("step  73/100  loss") < text.index("stopped")
+    assert all(text.count(f"\nloss {step / 8:7.4f}  grad") for step in range(11, 74))
+    assert "\nstep  73/100  train loss 9.1250  validation loss 2.5000\n" in text
+    assert "\nstep  74/100  train loss 9.1250 at step 73  validation loss 2.5000\n" in text
+    assert len((tmp_path / "rank0.log").read_text().splitlines()) == 63 + 2 + 1
+
+
+def test_samples_are_folded_to_two_lines_and_an_empty_one_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    stream, text = io.StringIO(), "words and " * 9 + "hf_abcdefgh" + " more\nwords" * 20
+    for rank in (0, 1):  # samples of all ranks are the same
+        console = Console(rank, 0, 10, tmp_path, stream)
+        console.samples(5, 1, [Sample("def f", text), Sample("a", ""), Sample("b", " \n ")])
+        console.close()
+    first, second, *rest = stream.getvalue().splitlines()
+    assert first.startswith("sample  def f → words and ")
+    assert second.startswith("    ")
+    assert second.endswith(" …")
+    assert max(len(first), len(second)) <= 100
+    assert rest == ["sample  a → (nothing)", "sample  b → (white space)"]
+    assert "hf_abc" not in stream.getvalue()
+    assert "more words " * 19 in (tmp_path / "rank0.log").read_text()
+
+
+def test_a_digest_is_twelve_lines_and_the_log_has_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    details, brief = [f"detail {i}" for i in range(30)], ["memory", "long " * 100, *(f"brief {i}" for i in range(9))]
+
+    def last(more):
+        return f"{more} more in {tmp_path}/{'folders/' * 9}receipt.json"  # one line, as it is relative
+
+    stream = io.StringIO()
+    console = Console(0, 0, 10, tmp_path, stream)
+    console.digest(details, brief, last)
+    console.close()
+    assert stream.getvalue().count("\n") == 12
+    said = [*brief[:6], f"5 more in {'folders/' * 9}receipt.json"]
+    assert stream.getvalue().split() == " ".join(said).split()
+    log = (tmp_path / "rank0.log").read_text()
+    assert all(f" {detail}\n" in log for detail in details)
+    assert f" 0 more in {tmp_path}/folders/" in log
+    assert "brief" not in log
+    verbose = Console(0, 0, 10, tmp_path, stream := io.StringIO(), is_verbose=True)
+    verbose.digest(details, brief, last)
+    verbose.close()
+    assert stream.getvalue().splitlines()[:-1] == details
 
 
 @pytest.mark.parametrize(
