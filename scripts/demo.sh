@@ -10,7 +10,7 @@ python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py
 export OMP_NUM_THREADS=1     # threads of each process; torchrun would set the same, and say so in four lines
 export CUDA_VISIBLE_DEVICES= # on CPUs, whatever the machine has
 
-outputs=$PWD/outputs/demo-$(date +%Y%m%d-%H%M%S) # each start is a run of its own
+outputs=outputs/demo-$(date +%Y%m%d-%H%M%S) # each start is a run of its own
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     train.py --config configs/debug.toml --validation.samples "import " "def main(" "$@" --job.dump_folder "$outputs"
 
