@@ -84,8 +84,9 @@ class _Float8Experts(torch.autograd.Function):
         recipe, dtype, count, to, routing = ctx.recipe, grad.dtype, ctx.count, ctx.to, Routing(rows, slots, offsets)
         fast = recipe.accumulation.grad_input == "fast"
         g = Cast(*cast_rows(grad.contiguous(), DTYPES[recipe.grad_output.dtype]))
-        *of_all, weights = to.gathered(*g, *c, weights)
-        g, c = Cast(*of_all[:2]), Cast(*of_all[2:])
+        for_w13, for_w2 = ctx.needs_input_grad[3:5]
+        *of_all, weights = to.gathered(*g, *(c if for_w13 else ()), weights)
+        g, c = Cast(*of_all[:2]), of_all[2:]
         d_h = _product_of_rows(_sent(g, routing, to), _transposed(w2, count, recipe, g.qdata), offsets, dtype, fast)
         cast = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[recipe.grad_output.dtype])
         (d_a, h), dots = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
@@ -95,8 +96,8 @@ class _Float8Experts(torch.autograd.Function):
         weight = weights.flatten()[slots.clamp(min=0)][:, None]
         weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
         how = begins, recipe, dtype
-        d_w2 = _gradient(_Side(g, token_of), weighed, *how)
-        d_w13 = _gradient(_Side(d_a, row_of), _Side(c, token_of), *how)
+        d_w2 = _gradient(_Side(g, token_of), weighed, *how) if for_w2 else None
+        d_w13 = _gradient(_Side(d_a, row_of), _Side(Cast(*c), token_of), *how) if for_w13 else None
         return d_x, d_weights, None, d_w13, d_w2, None, None, *[None] * 3 * (to.group is not None)
 
 

@@ -244,7 +244,9 @@ class _FeedForward(torch.autograd.Function):
         g, d_h = _gathered_product(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"
         d_qdata, d_scale_inv, h_qdata, h_scale_inv = swiglu_grad_cast(d_h, a, how.of == "row", *dtypes, pow2)
-        d_w2 = _weight_gradient(g, Cast(h_qdata, h_scale_inv), recipe, w2.dtype)
+        for_x, for_w13, for_w2 = ctx.needs_input_grad[:3]
+        d_w2 = _weight_gradient(g, Cast(h_qdata, h_scale_inv), recipe, w2.dtype) if for_w2 else None
         d_a = Cast(d_qdata, d_scale_inv)
-        d_x = _scattered_product(d_a, w13, group, recipe, how, grad.dtype) if ctx.needs_input_grad[0] else None
-        return d_x, _weight_gradient(d_a, Cast(qdata, scale_inv), recipe, w13.dtype), d_w2, None, None
+        d_x = _scattered_product(d_a, w13, group, recipe, how, grad.dtype) if for_x else None
+        d_w13 = _weight_gradient(d_a, Cast(qdata, scale_inv), recipe, w13.dtype) if for_w13 else None
+        return d_x, d_w13, d_w2, None, None

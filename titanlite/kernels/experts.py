@@ -148,11 +148,12 @@ class _Experts(torch.autograd.Function):
         x, weights, choices, a, w13, w2, *routing = ctx.saved_tensors
         to, routing = ctx.to, Routing(*routing)
         _, slots, offsets = routing
-        grad, weights, x = to.gathered(grad.contiguous(), weights, x)
+        for_w13, for_w2 = ctx.needs_input_grad[3:5]
+        grad, weights, *gathered_x = to.gathered(grad.contiguous(), weights, *([x] if for_w13 else []))
         grad_rows = to.rows(grad, routing)
         g = grouped_matmul(grad_rows, w2.mT, offsets)
         d_a, h, dots = expert_gate_grad(g, a, weights, slots)
-        d_w2 = grouped_weight_gradient(grad_rows, h, offsets)
-        d_w13 = grouped_weight_gradient(d_a, to.rows(x, routing, d_a), offsets)
+        d_w2 = grouped_weight_gradient(grad_rows, h, offsets) if for_w2 else None
+        d_w13 = grouped_weight_gradient(d_a, to.rows(*gathered_x, routing, d_a), offsets) if for_w13 else None
         d_x, d_weights = to.gradients(grouped_matmul(d_a, w13.mT, offsets), routing, choices, dots, len(w13))
         return d_x, d_weights, None, d_w13, d_w2, *[None] * 3 * (to.group is not None)

@@ -187,6 +187,18 @@ def test_a_gradient_that_nobody_wants_is_not_computed(recipe: str, wanted: str) 
     assert called.products == 1
 
 
+@pytest.mark.parametrize("wanted", ["x", "w13", "w2"])
+def test_a_feed_forward_computes_no_gradient_that_nobody_wants(wanted: str) -> None:
+    """Backward then has two products: of the gradient with w2, and the one that is wanted."""
+    shapes = {"x": (M, K), "w13": (1024, K), "w2": (K, 512)}
+    operands = {name: numbers(n, *shape).bfloat16() for n, (name, shape) in enumerate(shapes.items())}
+    operands[wanted].requires_grad_()
+    out = feed_forward(**operands, group=None, recipe=recipes.load("float8", "rowwise"))
+    with Called() as called:
+        torch.autograd.grad(out, operands[wanted], numbers(3, M, K).bfloat16())
+    assert called.products == 2
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_feed_forward_in_one_is_as_exact_as_in_parts(recipe: str, tmp_path) -> None:
     """By itself, and where tokens are gathered before it and scattered after it."""

@@ -1,7 +1,11 @@
 """Experts in float8 against a loop over experts in float64, and where places of groups lie."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.needs import DEVICES
 from tests.support.sqnr import sqnr
@@ -60,6 +64,37 @@ def test_a_weight_that_came_in_float8_gives_the_same_bits() -> None:
     choices, float8 = choices_of("random", M, K), Float8Experts(recipes.load("float8", "rowwise"))
     gathered = [GatheredWeight(*cast_rows(w, torch.float8_e4m3fn), w.dtype) for w in (w13, w2)]
     assert torch.equal(float8(x, weights, choices, w13, w2, E), float8(x, weights, choices, *gathered, E))
+
+
+class Gradients(TorchDispatchMode):
+    """Counts products that are gradients of experts' weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket._qualified_op_name.endswith(("grouped_weight_gradient", "grouped_gradient"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compute", [experts, Float8Experts(recipes.load("float8", "rowwise"))])
+@pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2")])
+def test_frozen_weights_have_no_gradient_and_change_no_other(compute: Any, frozen: tuple[str, ...]) -> None:
+    M, K, D, F = 40, 2, 128, 128
+    sizes = {"x": (M, D), "weights": (M, K), "w13": (E * 2 * F, D), "w2": (E * D, F)}
+    choices, grad = choices_of("random", M, K), random(M, D, seed=4, dtype=torch.bfloat16)
+
+    def gradients(without: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
+        given = {n: random(*s, seed=i, dtype=torch.bfloat16) for i, (n, s) in enumerate(sizes.items())}
+        leaves = {name: t.requires_grad_() for name, t in given.items() if name not in without}
+        y = compute(given["x"], given["weights"].float(), choices, given["w13"], given["w2"], E)
+        with Gradients() as made:
+            y.backward(grad)
+        return {name: t.grad for name, t in leaves.items()}, made.count  # type: ignore[misc]
+
+    every, products = gradients(())
+    some, fewer = gradients(frozen)
+    assert (products, fewer) == (2, 2 - len(frozen))
+    assert all(torch.equal(gradient, every[name]) for name, gradient in some.items())
 
 
 @pytest.mark.parametrize("device", DEVICES)
