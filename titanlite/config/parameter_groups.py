@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from titanlite.config.problems import Origin, Problems, show
-from titanlite.config.recipe_schema import MATRIX_RULES, OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import FROZEN, MATRIX_RULES, OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, RecipeError, nearest
 
@@ -19,7 +19,7 @@ class UpdateSettings:
     """The settings of one parameter's update: values of its group, and of `[optimizer]` where the group has none."""
 
     group: str
-    rule: str
+    rule: str  # `FROZEN` with `lr_factor` 0, and then without weight decay and further keys
     lr_factor: float
     weight_decay: float
     own: tuple[tuple[str, Any], ...]  # further keys of the rule, with their values
@@ -50,7 +50,8 @@ def update_settings(
 
     Raises:
         ConfigError: a pattern matches no parameter, a group takes no parameter, a parameter has no group, a parameter
-            is excluded from weight decay but its group sets one, or it has no matrices but a rule for matrices.
+            is excluded from weight decay but its group sets one, or it has no matrices but a rule for matrices; or all
+            parameters are frozen.
     """
     groups = _taken(recipe, shapes)
     of_recipe, of_config = Problems(recipe.origin), Problems(origin or Origin("config"))
@@ -64,6 +65,9 @@ def update_settings(
     settings = dict[str, UpdateSettings]()
     for parameter in shapes:
         group, decay = recipe.groups[groups[parameter]], 0.0 if parameter in excluded else config.weight_decay
+        if not group.lr_factor:
+            settings[parameter] = UpdateSettings(groups[parameter], FROZEN, 0.0, 0.0, ())
+            continue
         decay = decay if group.weight_decay is None else group.weight_decay
         own = tuple((key, getattr(config, key) if value is None else value) for key, value in group.own.items())
         settings[parameter] = UpdateSettings(groups[parameter], group.rule, group.lr_factor, decay, own)
@@ -106,6 +110,9 @@ def _check_groups(
     if left := [name for name in shapes if name not in taken]:
         want = f"a group for every parameter; none takes {_some(left)}"
         problems.add("groups", "", want, 'add [groups.rest] with rule = "adamw", which takes what no other does')
+    elif not any(recipe.groups[name].lr_factor for name in taken.values()):
+        want = "a group with another factor: this one freezes its parameters, and so do all others that take some"
+        problems.add(f"groups.{next(iter(taken.values()))}.lr_factor", "0.0", want, "lr_factor = 1.0 in one of them")
 
 
 def _some(parameters: Collection[str]) -> str:
@@ -120,7 +127,7 @@ def _check_matrices(
     """Refuse a rule for whole matrices in a group that takes a parameter without matrices (`without`)."""
     for name, group in recipe.groups.items():
         own = [n for n in taken if taken[n] == name]
-        wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []
+        wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES and group.lr_factor else []
         if not wrong:
             continue
         if len(wrong) == len(own):

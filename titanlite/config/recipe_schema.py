@@ -237,7 +237,7 @@ class ParameterGroup:
     pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all parameters that other groups leave
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions or more
     optional: bool = False  # whether it may take no parameter without an error
-    lr_factor: PositiveFloat = 1.0  # factor of the learning rate
+    lr_factor: NonNegativeFloat = 1.0  # factor of the learning rate; 0: the parameters are frozen
     weight_decay: NonNegativeFloat | None = None  # decoupled; None: the one of `[optimizer]`
     update: ClassVar[str]  # no TOML key: "module.Class" in `titanlite/optimizers` that updates the group
 
@@ -284,6 +284,9 @@ GROUP_OF_RULE: dict[str, type[ParameterGroup]] = {"adamw": AdamWGroup, "muon": M
 
 MATRIX_RULES = tuple(rule for rule, group in GROUP_OF_RULE.items() if issubclass(group, MuonGroup))
 """Rules that update whole matrices. All others update each element alone."""
+
+FROZEN = "frozen"
+"""Stands for the rule of parameters in a group with `lr_factor = 0.0`: they have no gradient, state or update."""
 
 
 Value = float | int | bool | str

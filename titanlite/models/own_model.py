@@ -100,5 +100,6 @@ def _no_masters(made: nn.Module) -> Iterator[Problem]:
         if not weight.requires_grad or weight.dtype != torch.float32:
             saw = f"{weight.dtype}, requires_grad = {weight.requires_grad}"
             want = "torch.float32 that is trained; a step computes in training.mixed_precision_param"
-            yield Problem(name, saw, want, "leave parameters as they are; register_buffer for what is not trained")
+            fix = "leave parameters as they are; lr_factor = 0.0 in a group of the optimizer's recipe freezes them"
+            yield Problem(name, saw, want, fix)
             return

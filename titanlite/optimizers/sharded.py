@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titanlite.checkpoint.optimizer_state import PREFIX
 from titanlite.config.parameter_groups import UpdateSettings, rows_of_groups
-from titanlite.config.recipe_schema import GROUP_OF_RULE, OptimizerRecipe
+from titanlite.config.recipe_schema import FROZEN, GROUP_OF_RULE, OptimizerRecipe
 from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
@@ -35,6 +35,8 @@ def shipped_rule(rule: str) -> type[ShippedRule]:
 
 def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> UpdateCost:
     """Return the bytes per element of a parameter that the rule named `rule` of a recipe keeps and moves."""
+    if rule == FROZEN:
+        return UpdateCost(state=0, moved=0)
     own = recipe.own_rules.get(rule)
     return RuleOfFile.cost_of(own, config) if own else shipped_rule(rule).cost(config)
 
@@ -45,7 +47,8 @@ class ShardedOptimizer:
     Attributes:
         locals: this rank's shard of each parameter.
         updates: [] float32, steps applied so far.
-        names: parameters of which this rank holds a part: with more ranks than rows, some shards are empty.
+        trained: parameters that are not frozen.
+        names: trained parameters of which this rank holds a part: with more ranks than rows, some shards are empty.
         rules: the rules by name; each updates the parameters that have it.
     """
 
@@ -61,11 +64,13 @@ class ShardedOptimizer:
         self.config, self.recipe, self.settings, self.mesh, self.parameters = config, recipe, settings, mesh, parameters
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         self.updates = torch.zeros((), device=mesh.device)
-        self.names = [name for name, p in self.locals.items() if p.numel()]
+        self.trained = {name: p for name, p in parameters.items() if settings[name].rule != FROZEN}
+        self.names = [name for name in self.trained if self.locals[name].numel()]
         # Parameters that every tensor-parallel rank holds completely are counted once in the norm.
         self._shared = [n for n in self.names if mesh.tp_size > 1 and is_replicated(parameters[n])]
         self._owned = [n for n in self.names if n not in set(self._shared)]
-        self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
+        rules = dict.fromkeys(settings[name].rule for name in self.trained)
+        self.rules = {rule: self._rule(rule, matrices) for rule in rules}
 
     def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:
         settings = {name: own for name, own in self.settings.items() if own.rule == rule}
@@ -87,19 +92,19 @@ class ShardedOptimizer:
         """Return this rank's shard of each gradient, float32, in the memory that backward filled.
 
         Raises:
-            StepError: some parameter has no gradient.
+            StepError: some trained parameter has no gradient.
         """
-        if without := [name for name, p in self.parameters.items() if p.grad is None]:
-            want = "a gradient for every parameter"
+        if without := [name for name, p in self.trained.items() if p.grad is None]:
+            want = "a gradient for every parameter that is not frozen"
             fix = "take out of the model what forward does not use; return zeros, not None, in a backward of your own"
             problems = [Problem(name, "no gradient after backward", want, fix) for name in without]
             raise StepError(describe("model", problems))
-        return {name: local_data(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: local_data(p.grad) for name, p in self.trained.items() if p.grad is not None}
 
     @cached_property
     def groups(self) -> list[str]:
-        """Names of the recipe's groups that have parameters."""
-        return list(dict.fromkeys(own.group for own in self.settings.values()))
+        """Names of the recipe's groups that have trained parameters."""
+        return list(dict.fromkeys(self.settings[name].group for name in self.trained))
 
     def group_norms(self) -> GroupNorms:
         """Return an empty `GroupNorms`, to which the norms of a step are added."""

@@ -189,14 +189,16 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
                 weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
                 param._setattr_on_modules(weight)
                 param.is_dtensor = False  # its gradients are no DTensors either
-            if group.mesh_info.mesh.size() == 1:
+            if group.mesh_info.mesh.size() == 1 and weight.requires_grad:
                 hook = partial(_accumulate_into_master, dtype, param.sharded_param)
                 weight.register_post_accumulate_grad_hook(hook)
         unit.reshard()
         if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
-            elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
+            trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+            elements = sum(param.padded_sharded_param_size.numel() for param in trained)
             in_dtype = getattr(torch, config.training.mixed_precision_param)
-            reduce.exchange.prepare(elements * mesh.fsdp.size(-1), in_dtype)
+            if trained:
+                reduce.exchange.prepare(elements * mesh.fsdp.size(-1), in_dtype)
 
 
 def units_of(block: nn.Module) -> list[FSDPModule]:
@@ -208,11 +210,12 @@ def units_of(block: nn.Module) -> list[FSDPModule]:
 def dtype_of_reduction(block: nn.Module) -> str:
     """Name the dtype to which a block's gradients are rounded before the master weights receive them.
 
-    The block must be gathered.
+    The block must be gathered. Returns "" if it is frozen.
     """
     dtypes = set[object]()
     for group in filter(None, map(param_group, units_of(block))):
-        weights = [param.unsharded_param for param in group.fsdp_params]
+        if not (weights := [w for param in group.fsdp_params if (w := param.unsharded_param).requires_grad]):
+            continue
         hooks = [hook for w in weights for hook in (w._post_accumulate_grad_hooks or {}).values()]
         if hooks:
             dtypes |= {hook.args[0] for hook in hooks} if len(hooks) == len(weights) else {"not all"}

@@ -1,7 +1,7 @@
 """Build a run, up to its optimizer: a flat list of calls, always in this order.
 
-    the model of a rank under activation checkpointing (`assemble.py`) → compile → FSDP → materialise and initialise →
-    optimizer
+    the model of a rank under activation checkpointing (`assemble.py`) → freeze → compile → FSDP → materialise and
+    initialise → optimizer
 
 Each feature adds to the receipt. The weights are fresh; `training/train.py` then restores a checkpoint, if any.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titanlite.activation_checkpoint.apply import SaveListUse
 from titanlite.checkpoint.rng import seed_all
-from titanlite.config.recipe_schema import ModelDims, SaveList
+from titanlite.config.recipe_schema import FROZEN, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.device import Device
 from titanlite.errors import RecipeError
@@ -74,6 +74,8 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
     made = assemble(asked, device, blocks)
     model, mesh, memory, receipt, save_list = made.model, made.mesh, made.memory, made.receipt, made.save_list
     assert save_list is not None and made.save_list_use is not None  # noqa: S101, PT018  # also on a named device
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(made.settings[name].rule != FROZEN)
     if config.compile.enable and not device.is_named:
         apply_compile(model)
     predicted = None if device.is_named else _peak(memory, save_list)

@@ -110,11 +110,16 @@ def _memory(run: Run) -> tuple[Entry, Problem | None]:
 
 
 def _dtypes(run: Run) -> Entry:
-    """Return the entry of dtypes: of master weights, gathered weights, gradient reduction and moments."""
-    block: nn.Module = run.model.layers[0]  # type: ignore[index,assignment]
+    """Return the entry of dtypes: of master weights, gathered weights, gradient reduction and moments.
+
+    They are those of the first block that is trained. If all blocks are frozen, there is no reduction.
+    """
+    blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
+    block = next((each for each in blocks if any(p.requires_grad for p in each.parameters())), blocks[0])
     for unit in units_of(block):
         unit.unshard()
-    compute, reduction = dtype_names(block.parameters()), dtype_of_reduction(block)
+    compute, nothing = dtype_names(block.parameters()), "none: blocks are frozen"
+    reduction = dtype_of_reduction(block) or nothing
     for unit in units_of(block):
         unit.reshard()
     found = {
@@ -136,7 +141,7 @@ def _dtypes(run: Run) -> Entry:
     missed = tuple(
         Skipped(keys[what], f"{what} in {found[what]}, not in {dtype}")
         for what, dtype in requested.items()
-        if found[what] != dtype
+        if found[what] not in (dtype, nothing)
     )
     key = missed[0].what if missed else "training"
     return Entry("dtypes", requested, found, count=len(keys) - len(missed), missed=missed, key=key, default=default)

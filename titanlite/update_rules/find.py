@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import COMMON_KEYS, GROUP_OF_RULE, OwnRule, ParameterGroup, Value
+from titanlite.config.recipe_schema import COMMON_KEYS, FROZEN, GROUP_OF_RULE, OwnRule, ParameterGroup, Value
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import imported
 from titanlite.models.mistakes import line_of, of_function, refused
@@ -74,7 +74,7 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
             want = f"a default that is {'a finite number' if of is float else f'of type {of.__name__}'}"
             fix = f"correct it, or call it _{key} if no group is to say it"
             yield Problem(f"{rule.name}.{key}", repr(getattr(rule.kind, key, None)), want, fix)
-    if rule.name in GROUP_OF_RULE:
+    if rule.name in (*GROUP_OF_RULE, FROZEN):
         want = f"a name of its own; titanlite has a rule {show(rule.name)}"
         yield Problem(f"class {rule.name}", "", want, "rename the class")
     for key in rule.keys.keys() & {*COMMON_KEYS, *dir(ParameterGroup)}:

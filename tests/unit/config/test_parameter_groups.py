@@ -62,6 +62,17 @@ def test_the_default_is_what_the_keys_of_the_config_say() -> None:
         assert own == adamw("all", 1.0, 0.0 if is_excluded else 0.2, 0.8, 0.7, 1e-6)
 
 
+def test_a_factor_of_zero_freezes_a_group_whatever_its_rule_and_its_decay() -> None:
+    recipe = recipe_of(frozen=MuonGroup("muon", ("output.*",), lr_factor=0.0, weight_decay=0.5), rest=group())
+    settings = update_settings(recipe, Optimizer(), SHAPES, of_matrices=[])
+    for name, own in settings.items():
+        frozen = UpdateSettings("frozen", "frozen", 0.0, 0.0, ())
+        decay = 0.0 if "norm" in name else 0.1
+        assert own == (frozen if name == "output.weight" else adamw("rest", 1.0, decay, 0.9, 0.95, 1e-8))
+    said = refused(recipe_of(all=group(lr_factor=0.0), none=group("*.bias", optional=True)))
+    assert "groups.all.lr_factor = 0.0\n      want: a group with another factor: this one freezes" in said
+
+
 def test_the_first_group_with_a_pattern_that_matches_takes_a_parameter_and_then_one_without() -> None:
     recipe = recipe_of(
         rest=group(),
