@@ -107,8 +107,8 @@ def forecast(
         return Forecast(rates, save_list, notes=(note,))
     blocks = block_costs(memory.run, save_list)
     peak = memory.peak(blocks)
-    if peak.gradients < peak.parameters:
-        made, whole = byte_size(peak.gradients, beside=peak.parameters), byte_size(peak.parameters)
+    if peak.gradients < (of_all := 4 * memory.optimizer.trained):
+        made, whole = byte_size(peak.gradients, beside=of_all), byte_size(of_all)
         later = "exist at the peak; the rest are made later, in memory that activations leave"
         notes.append(f"of {whole} of gradients {made} {later}")
     if not peak.logits and memory.logits >= GIB / 10:

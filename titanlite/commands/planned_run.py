@@ -10,7 +10,7 @@ import numpy as np
 from titanlite import recipes
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.commands.validate import stages_in_words
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import AdamWGroup, OptimizerRecipe, ParameterGroup, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
@@ -124,10 +124,12 @@ def _recorded(
     them, all blocks would be needed, because these decide which rank owns which matrix.
     """
     checked, memory = made.asked, made.memory
-    elementwise = recipes.load("optimizer", "adamw")
+    adamw = dict[str, ParameterGroup]()
+    for name, own in checked.optimizer.groups.items():
+        adamw[name] = AdamWGroup("adamw", own.pattern, own.shape, own.optional, own.lr_factor)
     listed = save_list or recipes.load("activation_checkpoint", "none")
     config = replace(memory.config, optimizer=replace(memory.config.optimizer, weight_decay_exclude=()))
-    run = replace(checked, config=config, save_list=listed, optimizer=elementwise)
+    run = replace(checked, config=config, save_list=listed, optimizer=OptimizerRecipe("", adamw))
     starts: Sequence[np.ndarray] = ()
     if attended and (ranks := memory.run.context_parallel) > 1:  # documents decide which keys ranks exchange
         starts = attended.starts(memory.run.tokens * ranks, memory.micro_steps)

@@ -26,7 +26,7 @@ from torch import nn
 
 from titanlite.byte_size import GIB
 from titanlite.config.check import uses_copy_engines
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
+from titanlite.config.recipe_schema import FROZEN, Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
@@ -124,6 +124,7 @@ class MemoryModel:
             the experts of an expert-parallel rank.
         block: elements of the largest block on a rank before FSDP splits it, without `experts` that ranks share out;
             `embedding` with positions, `head` with the final norm, `parameters` of all; `shard`: elements after.
+        trained: by name of these four parts, how many of the elements have a gradient, in each block or in all.
         experts_are_reduced: whether other ranks hold the same experts, so that gradients of experts are reduced.
         copy_engines: whether copy engines gather and reduce blocks, as far as the config determines.
         gathered_block: bytes of a block as FSDP gathers it; `gathered_experts` and `gathered_head` likewise.
@@ -175,6 +176,19 @@ class MemoryModel:
         self.parameters = others + of_experts
         self.shard = others // self.shards + of_experts // self.expert_shards
         self.optimizer = UpdateWork(config, rules, self.run, world, self.replicas, self.shards, self.expert_shards)
+        self.trained = self._trained()
+
+    def _trained(self) -> dict[str, list[int]]:
+        of_blocks = [0] * len(self.run.block_units)
+        found = {"block": [*of_blocks], "experts": of_blocks, "embedding": [0], "head": [0]}
+        for name, each in self.run.parameters.items():
+            in_block, in_head = name.startswith("layers."), name.startswith(("norm.", "output."))
+            part = ("experts" if each.apart else "block") if in_block else "head" if in_head else "embedding"
+            number = int(name.split(".")[1]) if in_block else 0
+            found[part][number] += each.elements * (self.optimizer.settings[name].rule != FROZEN)
+        if not self.run.output.elements:  # tied weights are one unit
+            found["head"] = found["embedding"] = [found["embedding"][0] + found["head"][0]]
+        return found
 
     @property
     def symmetric_memory(self) -> int:
@@ -199,23 +213,24 @@ class MemoryModel:
         head, block = self.gathered_head, self.gathered_block + self.gathered_experts
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
-        of_head = 0 if tied else 4 * self.head // self.shards  # a tied gradient comes after the blocks
+        trained, of_shard = self.trained, 4 * self.optimizer.trained
+        of_head = 0 if tied else 4 * trained["head"][0] // self.shards  # a tied gradient comes after the blocks
 
         def gradients(blocks_done: int) -> tuple[int, int]:
             """Return the bytes of gradients after backward of `blocks_done` blocks, and of the holes between them."""
-            of_blocks = 4 * blocks_done * self.block // self.shards
-            of_blocks += 4 * blocks_done * self.experts // self.expert_shards
+            of_blocks = 4 * sum(trained["block"][n - blocks_done :]) // self.shards
+            of_blocks += 4 * sum(trained["experts"][n - blocks_done :]) // self.expert_shards
             share = HOLES if self.alone else HOLES_OF_SHARDS
-            return (of_head + of_blocks, int(share * of_blocks)) if self.gradients_follow else (4 * shard, 0)
+            return (of_head + of_blocks, int(share * of_blocks)) if self.gradients_follow else (of_shard, 0)
 
         # The moments of backward at which the peak may be, as (gathered weights, communication, gradients, holes,
         # activations, logits, working set).
-        moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
+        moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else of_shard, 0, held, *self._loss())]
         left = held
         of_ends = head if tied else 0  # a tied head stays gathered until the end, and so does its gradient
-        reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
-        of_block += self.reduced * self.experts if self.experts_are_reduced else 0
-        before = 0 if tied else reduced * self.head  # a unit's buffer is freed after the next unit's is made
+        reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * max(trained["block"]))
+        of_block += self.reduced * max(trained["experts"]) if self.experts_are_reduced else 0
+        before = 0 if tied else reduced * trained["head"][0]  # a unit's buffer is freed after the next unit's is made
         kinds = {id(block): block for block in self.run.blocks}  # blocks that are alike share one trace
         kept = {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
         for done, cost in enumerate(reversed(blocks)):
@@ -225,13 +240,13 @@ class MemoryModel:
             moments.append((weights, of_ends + before, *gradients(done), left, 0, again + self._in_block(n - 1 - done)))
             left, before = left - cost.held, of_block
         if not tied:  # even if FSDP has freed the gathered head: the reduced gradient does not fit into its memory
-            own = e * self.head + e * self.run.tokens * self.dims.dim
-            moments.append((stays + embedding + head, reduced * self.head, *gradients(0), held, 0, own))
-        last, as_it_came = reduced * self.embedding, e * self.embedding
+            own = e * trained["head"][0] + e * self.run.tokens * self.dims.dim
+            moments.append((stays + embedding + head, reduced * trained["head"][0], *gradients(0), held, 0, own))
+        last, as_it_came = reduced * trained["embedding"][0], e * trained["embedding"][0]
         holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
-        moments.append((as_it_came if self.alone else 0, last, 4 * shard, holes, 0, 0, as_it_came))
+        moments.append((as_it_came if self.alone else 0, last, of_shard, holes, 0, 0, as_it_came))
         if self.optimizer.buffers:  # the update's, in memory of freed activations
-            moments.append((0, 0, 4 * shard, gradients(n)[1], 0, 0, self.optimizer.buffers))
+            moments.append((0, 0, of_shard, gradients(n)[1], 0, 0, self.optimizer.buffers))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,
@@ -264,8 +279,10 @@ class MemoryModel:
         """
         if self.alone:
             return 0
-        of_experts = self.experts // self.expert_shards if self.experts_are_reduced else 0
-        largest = max(max(self.embedding, self.head, self.block) // self.shards, of_experts)
+        of_experts = max(self.trained["experts"]) // self.expert_shards if self.experts_are_reduced else 0
+        largest = max(
+            max(max(self.trained[part]) for part in ("embedding", "head", "block")) // self.shards, of_experts
+        )
         widened = largest * self.reduced if self.reduced != 4 else 0
         divided = largest * self.reduced if self.shards == 1 else 0
         return widened + divided + (4 * largest if self.micro_steps > 1 else 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
-from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims, OptimizerRecipe
+from titanlite.config.recipe_schema import FROZEN, MATRIX_RULES, ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config, Model
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
@@ -128,7 +128,8 @@ class UpdateWork:
 
     Attributes:
         settings: the update settings of each parameter, by name.
-        elements: elements of this rank's shard, by rule; `rows`: rows of unsplit parameters with a statistic, by rule.
+        elements: elements of this rank's shard, by rule or `FROZEN`; `trained`: of these, those with a gradient.
+        rows: rows of unsplit parameters with a statistic, by rule.
         shared: (rule, matrices) for each group of matrices that are orthogonalised with the same settings.
         state: bytes that the optimizer keeps; `average`: those for the average of the weights.
         buffers: temporary bytes during the update.
@@ -152,6 +153,7 @@ class UpdateWork:
         for name, own in self.settings.items():
             names.setdefault(own.rule, []).append(name)
         self.elements = {rule: self._elements(own) for rule, own in names.items()}
+        self.trained = self._elements([name for name, own in self.settings.items() if own.rule != FROZEN])
         self._costs = {rule: update_cost(rule, rules, config.optimizer) for rule in names}
         self._of_average = weight_average.COST if config.optimizer.ema_decay else UpdateCost(state=0, moved=0)
         self.average = self._of_average.state * sum(self.elements.values())
@@ -167,7 +169,7 @@ class UpdateWork:
 
     def moved(self) -> dict[str, int]:
         """Return the bytes that a step reads and writes for this rank's shard, by rule, and for `AVERAGE`."""
-        found = {rule: self._costs[rule].moved * n for rule, n in self.elements.items()}
+        found = {rule: self._costs[rule].moved * n for rule, n in self.elements.items() if rule != FROZEN}
         return found | ({AVERAGE: self._of_average.moved * sum(self.elements.values())} if self.average else {})
 
     @property

@@ -4,8 +4,8 @@ tensors without memory.
 Blocks of the same kind do the same work. The first recording has the first and the last block, and one block of each
 other kind. Another recording for each kind has one more block of it: the difference is the work of every further block.
 A reduction over all blocks at once, in the update, grows in bytes instead of calls. If the recipe distributes whole
-matrices over ranks, the distribution depends on all blocks, so all are recorded. One micro-step stands for all between
-the first and the last.
+matrices over ranks, the distribution depends on all blocks, so all are recorded. So they are if parameters are frozen,
+perhaps in some blocks only. One micro-step stands for all between the first and the last.
 
 A recording of one rank lacks the following quantities, for which there are formulas:
 
@@ -96,8 +96,9 @@ def record(
     n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
     by_matrix = any(group.rule in MATRIX_RULES for group in checked.optimizer.groups.values())
+    has_frozen = any(not group.lr_factor for group in checked.optimizer.groups.values())
     # The forward of a user's model may depend on all of its blocks.
-    if all_blocks or checked.config.model.file or by_matrix:
+    if all_blocks or checked.config.model.file or by_matrix or has_frozen:
         chosen = {*range(n_layers)}
 
     def step(blocks: set[int]) -> _Step:

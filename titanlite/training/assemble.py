@@ -28,7 +28,7 @@ from titanlite.config.build import show
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import FROZEN, SaveList
 from titanlite.config.stages import largest_stage, longest_seq_len
 from titanlite.device import Device, named_device
 from titanlite.errors import ConfigError, ErrorReport, Problem, RecipeError, TitanliteError
@@ -86,6 +86,7 @@ class Foreseen:
     rules: Mapping[str, str]  # update rules by name of the parameter
     n_elements: int  # as in `Assembly`; so is `n_active`
     n_active: int
+    n_trained: int  # of parameters that are not frozen
     saved: int  # bytes of one checkpoint
     no_forecast: Problem | None = None  # why memory, time and collectives are not predicted
 
@@ -98,7 +99,7 @@ class Foreseen:
     @property
     def trained(self) -> int:
         """Return the bytes of weights and gradients in float32, and of the optimizer's state."""
-        return self.saved + 4 * self.n_elements
+        return self.saved + 4 * self.n_trained
 
 
 def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
@@ -115,7 +116,9 @@ def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
     with assembled(asked, world) as made:
         rules = {name: own.rule for name, own in made.settings.items()}
         why = made.memory.run.no_trace_reason
-        return Foreseen(rules, made.n_elements, made.n_active, made.memory.optimizer.saved, why)
+        update = made.memory.optimizer
+        n_trained = sum(group.elements for group in update.groups().values() if group.rule not in (FROZEN, ""))
+        return Foreseen(rules, made.n_elements, made.n_active, n_trained, update.saved, why)
 
 
 def device_to_plan_for(gpu: str | None) -> Device:

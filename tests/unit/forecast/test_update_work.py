@@ -43,6 +43,26 @@ def test_groups_of_one_rule_cost_what_one_group_does(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("flags", [("--training.global_batch_size=64",), (MUON,)])
+def test_frozen_parameters_have_weights_and_no_gradient_state_or_update(flags: tuple[str, ...], tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.toml").write_text(
+        f'extends = "{"muon" if MUON in flags else "adamw"}"\nhelp = "Mine."\n[groups.ends]\nrule = "adamw"\n'
+        'pattern = ["tok_embeddings.weight", "output.weight", "norm.weight"]\nlr_factor = 0.0\n'
+    )
+    plain, frozen = (memory_of(8, *flags, *own) for own in ((), (f"--optimizer.recipe={mine}",)))
+    ends = 2 * 128_256 * 4096 + 4096
+    before, now = plain.peak_under(LEAST), frozen.peak_under(LEAST)
+    assert now.parameters == before.parameters
+    assert before.optimizer - now.optimizer == 8 * (ends // 8)
+    assert now.total < before.total
+    if plain.micro_steps > 1:  # else not all gradients exist at the peak
+        assert before.gradients - now.gradients == 4 * (ends // 8)
+    assert plain.optimizer.saved - frozen.optimizer.saved == 8 * ends
+    group = frozen.optimizer.groups()["ends"]
+    assert (group.rule, group.elements, group.state) == ("frozen", ends, 0)
+    assert sum(plain.optimizer.moved().values()) - sum(frozen.optimizer.moved().values()) == 32 * (ends // 8)
+
+
 @pytest.mark.parametrize(("shape", "steps"), [((64, 64), 5), ((64, 192), 3), ((192, 64), 7), ((8, 64), 1)])
 def test_half_of_symmetric_products_is_computed(
     shape: tuple[int, int], steps: int, monkeypatch: pytest.MonkeyPatch

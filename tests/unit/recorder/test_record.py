@@ -108,6 +108,18 @@ def test_blocks_of_one_kind_are_recorded_once(model: str, layout: str, flags: li
     assert (one.collectives, one.pairs) == (each.collectives, each.pairs)
 
 
+def test_a_plan_has_no_reduction_of_frozen_parameters_in_whichever_block(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.toml").write_text(
+        'extends = "muon"\nhelp = ""\n[groups.kept]\nrule = "adamw"\npattern = ["layers.[23].*"]\nlr_factor = 0.0\n'
+    )
+    reduced = []
+    for recipe in ("muon", mine):
+        run = run_of("llama3", "FSDP", "--model.n_layers=6", f"--optimizer.recipe={recipe}")
+        listed = plan_run(run, "", WORLD, "h100").collectives.items()
+        reduced.append(sum(n for each, n in listed if each.kind == "reduce_scatter" and "layers" in each.module))
+    assert reduced[0] * 4 == reduced[1] * 6 > 0
+
+
 def test_a_run_of_a_cpu_sends_what_its_definitions_do() -> None:
     run = run_of("qwen3_moe", "EP")
     on_gpus, here = (record(run, WORLD, device) for device in ("h100", None))
