@@ -45,7 +45,7 @@ def _small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """`python train.py` up to where it would train, which prints the warnings that it would begin with."""
-    told = lambda run, folder, notices, warnings, launcher: print("\n".join([*notices, *warnings]))  # noqa: E731
+    told = lambda run, folder, notices, warnings, launcher, is_verbose: print("\n".join([*notices, *warnings]))  # noqa: E731
     monkeypatch.setattr(titanlite.training.train, "train", told)
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     return exit_code(titanlite.train.main)
