@@ -17,7 +17,7 @@ from titanlite.training.build import Run
 _GPU_ROWS = 128  # for each tensor-parallel rank: the shape that kernels of float8 and of fused products take
 
 
-def _is_whole(config: Config, mesh: Mesh) -> bool:
+def _is_alone(config: Config, mesh: Mesh) -> bool:
     """Return whether this rank is alone, and keeps its weights in the compute dtype after a forward pass."""
     return mesh.dp_size == mesh.tp_size == 1 and not any(frees_after_forward(config, shards=1))
 
@@ -45,7 +45,7 @@ class Sampler:
             vocab_size=self._tokenizer.vocab_size,
             keeps_keys=not config.model.file,
             row_unit=mesh.tp_size * (_GPU_ROWS if has_shapes else 1),
-            records=mesh.built_for.is_gpu and not config.model.file and _is_whole(config, mesh),
+            records=mesh.built_for.is_gpu and not config.model.file and _is_alone(config, mesh),
         )
         applied = {"samples": len(self.texts), "tokens": self._limit}
         run.receipt.add(Entry(SAMPLE_KEYS[0], list(self.texts), applied, count=len(self.texts)))
