@@ -122,9 +122,11 @@ class MemoryModel:
         run: the traced model of the rank.
         shards: number of ranks over which FSDP splits each parameter, in each of `replicas` groups; `expert_shards` for
             the experts of an expert-parallel rank.
-        block: elements of the largest block on a rank before FSDP splits it, without `experts` that ranks share out;
-            `embedding` with positions, `head` with the final norm, `parameters` of all; `shard`: elements after.
-        trained: by name of these four parts, how many of the elements have a gradient, in each block or in all.
+        embedding: elements on a rank before FSDP splits them, with those of positions; `parameters`: all elements;
+            `shard`: all elements after the split.
+        trained: elements with a gradient before the split, by part of the model: for each block those of the "block"
+            without experts that ranks share out, and of these "experts"; of the "embedding"; and of the "head" with the
+            final norm.
         experts_are_reduced: whether other ranks hold the same experts, so that gradients of experts are reduced.
         copy_engines: whether copy engines gather and reduce blocks, as far as the config determines.
         gathered_block: bytes of a block as FSDP gathers it; `gathered_experts` and `gathered_head` likewise.
@@ -166,12 +168,11 @@ class MemoryModel:
         self.copy_engines = uses_copy_engines(config, self.shards)
         self.reduced_block = self.run.itemsize if self.copy_engines else self.reduced
         of_blocks, first, last = self.run.block_units, self.run.embedding, self.run.output
-        self.block, self.experts = (max(u.elements for u in units) for units in (of_blocks, self.run.expert_units))
         self.gathered_block = max(unit.gathered for unit in of_blocks)
         self.gathered_experts = max(unit.gathered for unit in self.run.expert_units)
         self.embedding = first.elements
         # Tied weights are one unit, gathered from the first layer to the end of backward.
-        self.head, self.gathered_head = last.elements or first.elements, last.gathered or first.gathered
+        self.gathered_head = last.gathered or first.gathered
         others, of_experts = (sum(u.elements for u in us) for us in ((*of_blocks, first, last), self.run.expert_units))
         self.parameters = others + of_experts
         self.shard = others // self.shards + of_experts // self.expert_shards
@@ -193,7 +194,8 @@ class MemoryModel:
     @property
     def symmetric_memory(self) -> int:
         """Return the bytes of symmetric memory: two gathered blocks, a block's gradients, and exchanged tokens."""
-        of_blocks = 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
+        of_gradients = self.run.itemsize * max(self.trained["block"])
+        of_blocks = 2 * self.gathered_block + of_gradients if self.copy_engines else 0
         received, ranks = max((block.most_exchanged for block in self.run.blocks), default=0), self.run.expert_parallel
         in_place = ranks > 1 and not self.run.exchange_by_nccl
         return of_blocks + (received * ranks // (ranks - 1) if in_place else 0)
@@ -227,7 +229,8 @@ class MemoryModel:
         # activations, logits, working set).
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else of_shard, 0, held, *self._loss())]
         left = held
-        of_ends = head if tied else 0  # a tied head stays gathered until the end, and so does its gradient
+        # A tied head stays gathered until the end, and so does its gradient.
+        of_ends, gradient_of_ends = (head, e * trained["head"][0]) if tied else (0, 0)
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * max(trained["block"]))
         of_block += self.reduced * max(trained["experts"]) if self.experts_are_reduced else 0
         before = 0 if tied else reduced * trained["head"][0]  # a unit's buffer is freed after the next unit's is made
@@ -237,7 +240,8 @@ class MemoryModel:
             traced = self.run.blocks[n - 1 - done]
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
             again = max(0, kept[id(traced)] - cost.held)
-            moments.append((weights, of_ends + before, *gradients(done), left, 0, again + self._in_block(n - 1 - done)))
+            own = again + self._in_block(n - 1 - done)
+            moments.append((weights, gradient_of_ends + before, *gradients(done), left, 0, own))
             left, before = left - cost.held, of_block
         if not tied:  # even if FSDP has freed the gathered head: the reduced gradient does not fit into its memory
             own = e * trained["head"][0] + e * self.run.tokens * self.dims.dim

@@ -63,6 +63,20 @@ def test_frozen_parameters_have_weights_and_no_gradient_state_or_update(flags: t
     assert sum(plain.optimizer.moved().values()) - sum(frozen.optimizer.moved().values()) == 32 * (ends // 8)
 
 
+def test_frozen_parameters_take_no_memory_for_gradients_in_transit(tmp_path: Path) -> None:
+    """Copy engines push the gradients of a block. A tied embedding's gradient would be held through backward."""
+    (mine := tmp_path / "mine.toml").write_text(
+        'extends = "adamw"\nhelp = "Mine."\n[groups.kept]\nrule = "adamw"\nlr_factor = 0.0\n'
+        'pattern = ["tok_embeddings.weight", "layers.*"]\n'
+    )
+    recipe, engines = f"--optimizer.recipe={mine}", "--parallelism.fsdp_copy_engines=always"
+    plain, frozen = (memory_of(8, engines, *own).symmetric_memory for own in ((), (recipe,)))
+    assert plain - frozen == 2 * (HIDDEN // 32 + 2 * 4096)  # bfloat16
+    tied = ("--model.name=gemma3", "--model.flavor=270M", "--training.local_batch_size=1", "--training.seq_len=32")
+    before, now = (memory_of(8, *tied, *own).peak_under(LEAST) for own in ((), (recipe,)))
+    assert before.communication - now.communication >= 4 * 262_144 * 640  # float32, as it is reduced
+
+
 @pytest.mark.parametrize(("shape", "steps"), [((64, 64), 5), ((64, 192), 3), ((192, 64), 7), ((8, 64), 1)])
 def test_half_of_symmetric_products_is_computed(
     shape: tuple[int, int], steps: int, monkeypatch: pytest.MonkeyPatch
