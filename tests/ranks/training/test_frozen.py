@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.launched import Desk
 from tests.support.needs import slow
@@ -36,6 +36,22 @@ def frozen(folder: Path, patterns: tuple[str, ...], base: str = "adamw") -> str:
     groups = f'[groups.kept]\nrule = "adamw"\npattern = {[*patterns]}\nlr_factor = 0.0\n'
     (mine := folder / "frozen.toml").write_text(f'extends = "{base}"\nhelp = "Mine."\n{groups}')
     return str(mine)
+
+
+def gradients_of_all(folder: Path, flags: list[str]) -> dict[str, Tensor]:
+    """Return the gradients of the first step on one process that freezes nothing."""
+    asked = checked(folder, 1, flags)
+
+    def body() -> None:
+        run = assemble(asked)
+        run.optimizer.step = lambda *_: torch.save(  # type: ignore[method-assign]
+            {name: whole(p.grad) for name, p in run.model.named_parameters()}, folder / "all.pt"
+        )
+        with closing(batches_of(run)) as batches, torch_order():
+            train_step(run, batches.next(), 1e-3, False)
+
+    run_ranks(body, folder, 1)
+    return torch.load(folder / "all.pt")
 
 
 def trained(folder: Path, world: int, flags: list[str]) -> dict[str, Any]:
@@ -91,7 +107,9 @@ def trained(folder: Path, world: int, flags: list[str]) -> dict[str, Any]:
 def test_frozen_weights_keep_their_bits_and_others_train_as_on_one_process(
     world: int, base: str, patterns: tuple[str, ...], flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Losses and gradients differ by the order of sums: 1e-5 of the largest."""
+    """Losses and gradients differ by the order of sums: 1e-5 of the largest. One process computes the gradients of the
+    first step as if nothing was frozen, bit for bit.
+    """
     model = flags[:2] if flags[:2] == MIXTURE else ()
     own = [flag for flag in lion(tmp_path) if "recipe=" not in flag] if base == "lion" else []
     recipe = [*own, "--optimizer.recipe", frozen(tmp_path, patterns, base)]
@@ -100,6 +118,8 @@ def test_frozen_weights_keep_their_bits_and_others_train_as_on_one_process(
         assert ((ours - truth).abs() <= 1e-5 * truth).all()
     for name, truth in alone["gradients"].items():
         assert (split["gradients"][name] - truth).abs().max() <= 1e-5 * truth.abs().max(), name
+    every = gradients_of_all(tmp_path, [*model])
+    assert all(torch.equal(gradient, every[name]) for name, gradient in alone["gradients"].items())
 
 
 def test_one_process_equals_a_model_frozen_by_hand(tmp_path: Path) -> None:
@@ -130,6 +150,17 @@ def test_one_process_equals_a_model_frozen_by_hand(tmp_path: Path) -> None:
                 assert abs(norm - true_norm) <= 1e-5 * true_norm
 
     run_ranks(body, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "reduction"),
+    [("first", "layers.0.*", "float32"), ("every", "layers.*", "none: blocks are frozen")],
+)
+def test_the_receipt_has_the_reduction_of_blocks_that_are_trained(
+    name: str, pattern: str, reduction: str, desk: Desk
+) -> None:
+    run = desk.run(name, 2, f"--optimizer.recipe={frozen(desk.folder, (pattern,))}", "--job.stop_after=1")
+    assert run.receipt["dtypes"]["applied"]["reduction"] == reduction
 
 
 def test_a_resume_that_freezes_or_unfreezes_is_refused_or_begins_with_fresh_state(

@@ -112,6 +112,7 @@ WRONG = {
     "state of a mean": (KEEP, 'state["momentum"] = gradient - gradient.mean()', f"{DEFINED}another state momentum"),
     "chance": (RETURN, "        return direction * torch.rand_like(gradient)", f"{DEFINED}another direction where"),
     "a shipped rule's name": (RULE, "class adamw(ElementwiseRule):", "line 8  class adamw\n"),
+    "the name of no rule": (RULE, "class frozen(ElementwiseRule):", "line 8  class frozen\n"),
     "a string for a tuple": (STATE, 'state = ("momentum")', "line 8  Lion.state = 'momentum'\n"),
     "the optimizer's own name": (STATE, 'state = ("updates",)', "line 8  Lion.state = ('updates',)\n"),
     "a name twice": (STATE, 'state = ("momentum", "momentum")', "line 8  Lion.state = ('momentum', 'momentum')\n"),
