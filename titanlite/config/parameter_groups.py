@@ -93,7 +93,9 @@ def _would_take(group: ParameterGroup, parameter: str, dimensions: int) -> bool:
 def _check_groups(
     recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
 ) -> None:
-    """Refuse patterns that match nothing, groups that take nothing, and parameters that no group takes."""
+    """Refuse patterns that match nothing, groups that take nothing, parameters that no group takes, and a recipe that
+    freezes all parameters.
+    """
     for name, group in recipe.groups.items():
         key = f"groups.{name}"
         lost = [p for p in group.pattern if not any(fnmatch(parameter, p) for parameter in shapes)]
