@@ -4,8 +4,8 @@ tensors without memory.
 Blocks of the same kind do the same work. The first recording has the first and the last block, and one block of each
 other kind. Another recording for each kind has one more block of it: the difference is the work of every further block.
 A reduction over all blocks at once, in the update, grows in bytes instead of calls. If the recipe distributes whole
-matrices over ranks, the distribution depends on all blocks, so all are recorded. So they are if parameters are frozen,
-perhaps in some blocks only. One micro-step stands for all between the first and the last.
+matrices over ranks, the distribution depends on all blocks, so all are recorded. So they are if parameters of blocks
+are frozen, perhaps in some blocks only. One micro-step stands for all between the first and the last.
 
 A recording of one rank lacks the following quantities, for which there are formulas:
 
@@ -16,7 +16,7 @@ A recording of one rank lacks the following quantities, for which there are form
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -24,7 +24,8 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
-from titanlite.config.recipe_schema import MATRIX_RULES
+from titanlite.config.parameter_groups import update_settings
+from titanlite.config.recipe_schema import FROZEN, MATRIX_RULES
 from titanlite.data.batches import padding_of
 from titanlite.models.block_kinds import kind_of
 from titanlite.models.find import build_model
@@ -96,7 +97,7 @@ def record(
     n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
     by_matrix = any(group.rule in MATRIX_RULES for group in checked.optimizer.groups.values())
-    has_frozen = any(not group.lr_factor for group in checked.optimizer.groups.values())
+    has_frozen = any(_frozen_in_blocks(checked))
     # The forward of a user's model may depend on all of its blocks.
     if all_blocks or checked.config.model.file or by_matrix or has_frozen:
         chosen = {*range(n_layers)}
@@ -111,6 +112,16 @@ def record(
             found = found.plus(len(others), step({*chosen, others[0]}), none)
     collectives = +(found.collectives + Counter(found.update))
     return Recording(collectives, +found.pairs, found.entries)
+
+
+def _frozen_in_blocks(checked: CheckedRun) -> Iterator[str]:
+    """Yield the names of the parameters of blocks that are frozen."""
+    config = checked.config
+    model = build_model(config.model, checked.dims, config.training.seq_len)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, own in update_settings(checked.optimizer, config.optimizer, shapes).items():
+        if name.startswith("layers.") and own.rule == FROZEN:
+            yield name
 
 
 def _blocks_alike(checked: CheckedRun) -> list[list[int]]:

@@ -14,6 +14,7 @@ from titanlite.data.context_split import chunk_length, seen_chunks, split_by_wor
 from titanlite.forecast.memory import MemoryModel
 from titanlite.models import llama3
 from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.recorder import record as record_file
 from titanlite.recorder.record import Recording, record
 from titanlite.recorder.recorder import Recorded
 
@@ -106,6 +107,19 @@ def test_blocks_of_one_kind_are_recorded_once(model: str, layout: str, flags: li
     run = run_of(model, layout, *([] if "n_layers" in str(flags) else ["--model.n_layers=6"]), *flags)
     one, each = (record(run, WORLD, "h100", all_blocks=every) for every in (False, True))
     assert (one.collectives, one.pairs) == (each.collectives, each.pairs)
+
+
+def test_a_frozen_embedding_leaves_blocks_alike_but_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block sends no gradient of its input."""
+    (mine := tmp_path / "mine.toml").write_text(
+        'extends = "adamw"\nhelp = ""\n[groups.kept]\nrule = "adamw"\npattern = ["tok_*"]\nlr_factor = 0.0\n'
+    )
+    run = run_of("llama3", "FSDP × TP", "--model.n_layers=6", f"--optimizer.recipe={mine}")
+    each, built = record(run, WORLD, "h100", all_blocks=True), list[list[int] | None]()
+    build = record_file.build
+    monkeypatch.setattr(record_file, "build", lambda *given: (built.append(given[2]), build(*given))[1])
+    assert record(run, WORLD, "h100").collectives == each.collectives
+    assert built == [[0, 5], [0, 1, 5]]
 
 
 def test_a_plan_has_no_reduction_of_frozen_parameters_in_whichever_block(tmp_path: Path) -> None:
