@@ -45,7 +45,7 @@ def gradients_of_all(folder: Path, flags: list[str]) -> dict[str, Tensor]:
     def body() -> None:
         run = assemble(asked)
         run.optimizer.step = lambda *_: torch.save(  # type: ignore[method-assign]
-            {name: whole(p.grad) for name, p in run.model.named_parameters()}, folder / "all.pt"
+            {name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}, folder / "all.pt"
         )
         with closing(batches_of(run)) as batches, torch_order():
             train_step(run, batches.next(), 1e-3, False)
@@ -68,7 +68,9 @@ def trained(folder: Path, world: int, flags: list[str]) -> dict[str, Any]:
 
         def look_then_update(*given: Any) -> None:
             assert {name for name, p in named.items() if p.grad is None} == kept
-            result["gradients"] = result["gradients"] or {n: whole(p.grad) for n, p in named.items() if n not in kept}
+            result["gradients"] = result["gradients"] or {
+                n: whole(p.grad) for n, p in named.items() if p.grad is not None
+            }
             update(*given)
 
         optimizer.step = look_then_update  # type: ignore[method-assign]
