@@ -57,7 +57,7 @@ class RecordedPass:
                 return
         graph = torch.cuda.CUDAGraph()
         shared = next((graph.pool() for graph, _ in self._recorded.values()), None)
-        with torch.cuda.graph(graph, pool=shared):
+        with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):  # other threads pin memory
             logits = self._run(last)
         self._recorded[end] = graph, logits
 
