@@ -1,3 +1,4 @@
+import codecs
 import contextlib
 import io
 import math
@@ -204,12 +205,12 @@ def terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.delenv("NO_COLOR", raising=False)
     ours, theirs = pty.openpty()
-    chunks = []
+    chunks, decoder = [], codecs.getincrementaldecoder("utf-8")()  # a chunk may end within a character
 
     def read():  # a terminal takes a page at a time
         with contextlib.suppress(OSError):  # it is closed
             while chunk := os.read(ours, 100_000):
-                chunks.append(chunk.decode())
+                chunks.append(decoder.decode(chunk))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
