@@ -114,8 +114,7 @@ class Console(Observer):
             line = f"sample  {prompt} → {text or ('(white space)' if sample.text else '(nothing)')}"
             self._log(line)
             if self._rank == 0:  # as on all other ranks
-                lines = textwrap.wrap(redact(line), WIDTH, subsequent_indent="    ", max_lines=2, placeholder=" …")
-                self._show("\n".join(lines))
+                self._show(_in_two_lines(redact(line)))
 
     def digest(self, details: Sequence[str], brief: Sequence[str], last: Callable[[int], str]) -> None:
         """Log `details`, which `--verbose` shows; else show of `brief` what fits into `_ROOM` lines, from the first on.
@@ -245,6 +244,25 @@ def _printed_lines(text: str) -> list[str]:
         wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         lines += wrapped if len(line) > WIDTH else [line]
     return lines
+
+
+def _in_two_lines(text: str) -> str:
+    """Fold what fits of a text into two lines of at most `WIDTH` columns, also of words and characters of any width."""
+    first, indent = _beginning(text, WIDTH), " " * 4
+    if not (rest := text.removeprefix(first).strip()):
+        return first
+    second = _beginning(indent + rest, WIDTH)
+    return f"{first}\n{second if second == indent + rest else _beginning(indent + rest, WIDTH - 2) + ' …'}"
+
+
+def _beginning(text: str, width: int) -> str:
+    """Return what fits `width` characters and columns, up to the end of a word, unless that leaves half of it empty."""
+    from rich.cells import chop_cells
+
+    fits = chop_cells(text[:width], width)[0]
+    rest = text[len(fits) :]
+    end = fits.rfind(" ") if rest and not rest[0].isspace() else 0
+    return (fits[:end] if end > len(fits) // 2 else fits).rstrip()
 
 
 def step_line(row: Row, total_steps: int, seconds_left: float) -> str:

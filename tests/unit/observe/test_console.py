@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from rich.cells import cell_len
 
 from titanlite.errors import DataError
 from titanlite.observe.console import Console, duration, step_line
@@ -294,6 +295,25 @@ def test_samples_are_folded_to_two_lines_and_an_empty_one_is_said_to_be(tmp_path
     assert rest == ["sample  a → (nothing)", "sample  b → (white space)"]
     assert "hf_abc" not in stream.getvalue()
     assert "more words " * 19 in (tmp_path / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["日本語" * 99, "x" * 300, "word " * 17 + "y" * 300, "e\u0301" * 150, "👩\u200d👩\u200d👧 " * 60],
+    ids=["wide", "one word", "a word at the end", "combined", "joined"],
+)
+def test_two_lines_of_a_sample_are_full_of_what_it_says_whatever_its_script(tmp_path, text):
+    stream = io.StringIO()
+    console = Console(0, 0, 10, tmp_path, stream)
+    console.samples(5, 1, [Sample("p", text)])
+    console.close()
+    first, second = stream.getvalue().splitlines()
+    for line in (first, second):
+        assert cell_len(line) <= 100
+        assert max(cell_len(line), len(line)) > 80
+    assert second.endswith(" …")
+    shown = first.removeprefix("sample  p → ") + second.removesuffix(" …")
+    assert text.replace(" ", "").startswith(shown.replace(" ", ""))
 
 
 def test_a_digest_is_twelve_lines_and_the_log_has_all(tmp_path, monkeypatch):
