@@ -54,7 +54,8 @@ class Entry:
         if isinstance(self.applied, dict):
             totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
             if is_brief:
-                totals = {n: f"{v:,}" if type(v) is int else v for n, v in totals.items() if v not in _NOT_REQUESTED}
+                some = {name: value for name, value in totals.items() if value not in _NOT_REQUESTED}
+                totals = {name: f"{v:,}" if type(v) is int else v for name, v in (some or totals).items()}
             text = ", ".join(f"{name} {value}" for name, value in totals.items())
         return f"{self.feature}: {text}{self._left_out(is_brief)}"
 

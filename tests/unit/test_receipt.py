@@ -128,6 +128,8 @@ def test_news_is_what_a_default_config_does_not_ask_for_or_what_was_left_out():
     applied = {"tokens": 29_759_019, "bad": 0, "masked": True, "each": {"a": 1}}
     files = Entry("data.source", "x", applied, count=1, skipped=[left, Skipped("/b.py", "why"), Skipped("c", "why")])
     assert files.summary(is_brief=True) == "data.source: tokens 29,759,019, masked True; except c, 2 files (why)"
+    nothing = Entry("parity", False, {"tensors": 0}, count=0, skipped=[Skipped("model.file", "why")])
+    assert nothing.summary(is_brief=True) == "parity: tensors 0; except model.file (why)"
 
 
 @pytest.mark.parametrize(
