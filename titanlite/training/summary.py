@@ -95,10 +95,16 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
         lines.append(_line("export", _pasteable("titanlite", "export", path)))
     with suppress(OSError, TitanliteError):  # of a run that `titanlite generate` refuses, as without a tokenizer
         find_trained_model("titanlite generate", folder.path, None, None, averaged=False)
-        asked = [text for text in config.validation.samples[:1] if text.isprintable() and len(text) <= 50]
-        prompt = ["--prompt", *(asked or ["Once upon a time"])]
-        lines.append(_line("generate", _pasteable("titanlite", "generate", path, *prompt)))
+        lines.append(_line("generate", _pasteable("titanlite", "generate", path, "--prompt", _prompt(config))))
     return lines
+
+
+def _prompt(config: Config) -> str:
+    """Return a sample of the run that a command line takes as a prompt: no empty one, and none like a flag."""
+    for text in config.validation.samples:
+        if text and not text.startswith("-") and text.isprintable() and len(text) <= 50:
+            return text
+    return "Once upon a time"
 
 
 def _line(name: str, text: str) -> str:

@@ -3,9 +3,12 @@
 import subprocess
 from pathlib import Path
 
-from titanlite.config.schema import Config
+import pytest
+
+from titanlite.commands.generate import COMMAND as GENERATE
+from titanlite.config.schema import Config, Validation
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.training.summary import last_lines
+from titanlite.training.summary import _prompt, last_lines
 
 
 def test_a_command_that_takes_several_lines_is_one_for_the_shell(tmp_path: Path) -> None:
@@ -14,3 +17,18 @@ def test_a_command_that_takes_several_lines_is_one_for_the_shell(tmp_path: Path)
     assert "\n" in line
     script = f"titanlite() {{ printf '%s,' \"$@\"; }}\n{line.removeprefix('compare').strip()}"
     assert subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout == f"compare,{folder},"
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompt"),
+    [
+        (("def f", "x"), "def f"),
+        (("", "--ema", "a\nb", "x" * 51, "for "), "for "),
+        (("",), "Once upon a time"),
+        ((), "Once upon a time"),
+    ],
+)
+def test_a_prompt_is_one_that_the_command_takes(samples: tuple[str, ...], prompt: str) -> None:
+    assert _prompt(Config(validation=Validation(samples=samples))) == prompt
+    _, given = GENERATE.read_words(["outputs/run", "--prompt", prompt])
+    assert given == {"--prompt": prompt}
