@@ -225,6 +225,7 @@ class Console(Observer):
             console=rich.console.Console(file=drawn(stream)),
             auto_refresh=False,
             expand=True,
+            transient=True,  # a run's last lines end its output
             redirect_stdout=False,  # prints of other code keep their destination
             redirect_stderr=False,
         )

@@ -272,6 +272,8 @@ def test_a_terminal_keeps_lines_of_few_steps_and_its_bar_shows_all(tmp_path, mon
         console.notice("stopped")
         console.close()
     text = plain(chunks)
+    after = "".join(chunks).rpartition("73/100")[2]
+    assert "\x1b[1A\x1b[2K" in after  # the bar and its figures are erased at the end
     assert [int(step) for step in re.findall(r"^step +(\d+)/100  loss", text, re.MULTILINE)] == kept
     assert text.index("step  73/100  loss") < text.index("stopped")
     assert all(text.count(f"\nloss {step / 8:7.4f}  grad") for step in range(11, 74))
