@@ -69,7 +69,13 @@ def main() -> None:
             version = ".".join(map(str, sys.version_info[:3]))
             sys.exit(f"titanlite wants Python 3.11 or later; python3 is {version}, and there is no {', '.join(OLDER)}")
         os.execvp(newer, [newer, *sys.argv])
+    import tomllib  # Python 3.11 has it
+
     extras = sys.argv[1:]
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        known = tomllib.load(file)["project"]["optional-dependencies"]
+    if unknown := [extra for extra in extras if extra not in known]:
+        sys.exit(f"not in [project.optional-dependencies]: {', '.join(unknown)}; there are {', '.join(known)}")
     lock = os.open(ROOT, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process and a pip that outlives it have ended

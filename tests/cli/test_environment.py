@@ -63,6 +63,16 @@ def test_an_installation_says_step_by_step_what_it_does(
     assert not environment.UNFINISHED.exists()
 
 
+@pytest.mark.parametrize("word", ["--help", "gpus"])
+def test_what_is_no_extra_is_refused_and_nothing_installed(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr(environment.sys, "argv", ["environment.py", "dev", word])
+    with pytest.raises(SystemExit, match=f": {word}; there are gpu, "):
+        environment.main()
+    assert not environment.UNFINISHED.exists()
+
+
 def test_an_installation_that_fails_ends_there_and_is_made_anew(
     environment: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
