@@ -8,6 +8,7 @@ experts takes at most `MIXTURE_LR`, because a router can spike at a learning rat
 micro-batch and save-list are chosen by `forecast/search.py`.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -201,10 +202,23 @@ def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wis
 def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) -> Outlook:
     """Predict a run's speed and length: by the forecast, or on a CPU by the speed of a matmul. `flops`: per token."""
     if machine.rates is None:
-        peak, _ = peak_flops(torch.device("cpu"), torch.float32)
-        return outlook(config, flops, machine.world, CPU_MFU * peak / flops / machine.world, peak / machine.world)
+        peak = _peak_of_a_process() * min(1.0, (os.cpu_count() or 1) / machine.world)
+        return outlook(config, flops, machine.world, CPU_MFU * peak / flops, peak)
     peak = dense_bf16_flops(machine.rates.device) or 0.0
     return outlook(config, flops, machine.world, chosen.tokens_per_second, peak)
+
+
+def _peak_of_a_process() -> float:
+    """Return the matmul FLOPs per second of one process on this CPU: of one thread, which is what training gives each.
+
+    Where other programs run, several threads wait for each other: one alone may then be fifty times as fast.
+    """
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        return peak_flops(torch.device("cpu"), torch.float32)[0]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _with_length(config: Config, tokens: int, lr: float) -> Config:

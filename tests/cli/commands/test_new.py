@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+import torch
 
 from tests.cli.commands.conftest import Call
 from tests.support.needs import slow
@@ -254,6 +255,28 @@ def test_the_gain_of_float8_is_the_same_when_asked_again(model: str, world: int)
     assert first.float8 is not None
     assert first.float8 > 1.05
     assert (first.chosen.degree * first.chosen.experts_over > 1) == (world == 8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_the_guess_for_a_cpu_is_of_one_thread_per_process(
+    call: Call, text: str, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    """As training computes. More processes than cores share these."""
+    threads: list[int] = []
+
+    def peak_flops(*_: object) -> tuple[float, str]:
+        threads.append(torch.get_num_threads())
+        return 1e11, ""
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(new_choices, "peak_flops", peak_flops)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    said = call("new", "mine.toml", "--model", "debug", "--data", text, *ON_CPU, "--world", str(world))
+    speed = int(re.findall(r"([\d,]+) tokens a second and process, MFU 20%", said)[0].replace(",", ""))
+    flops = 1e11 * min(1, 2 / world) * new_choices.CPU_MFU / speed
+    assert 6 * 1.5e6 < flops < 6 * 2e6  # of one of the model's tokens
+    assert set(threads) == {1}
+    assert torch.get_num_threads() == before
 
 
 def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: str) -> None:
