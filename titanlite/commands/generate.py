@@ -117,7 +117,8 @@ def _prompts(given: dict[str, str]) -> list[str] | None:
         return lines
     if "RANK" in os.environ or sys.stdin is None or not sys.stdin.isatty():
         want = "a prompt: there is no terminal to type one in"
-        raise ConfigError.of("command line", "--prompt", "", want, '--prompt "Once upon a time"')
+        fix = '--prompt "Once upon a time", or --file PROMPTS; --file /dev/stdin reads a pipe'
+        raise ConfigError.of("command line", "--prompt", "", want, fix)
     return None
 
 
@@ -126,7 +127,8 @@ def _typed_lines() -> Iterator[str]:
         sys.stderr.write("prompt> ")
         sys.stderr.flush()
         line = sys.stdin.readline()
-        if not line:
+        if not line:  # Ctrl-D
+            sys.stderr.write("\n")
             return
         yield line.rstrip("\n")
 

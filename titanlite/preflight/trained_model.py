@@ -10,6 +10,7 @@ from titanlite.checkpoint import publish
 from titanlite.checkpoint.resume import dims_of, require_average
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.config.build import show
+from titanlite.config.check import last_step
 from titanlite.config.config_json import check_weight_files, recipe_of
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
@@ -20,6 +21,8 @@ from titanlite.durable import require_reachable
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.json_file import read_json
 from titanlite.preflight.run_folder import RunFolder
+
+_LISTED = 5  # most models that a message names
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ def find_trained_model(
         if step is not None:
             raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
         return _of_run(command, RunFolder(above), path.name.removeprefix("step-"), tokenizer, averaged)
+    models = [found for found in _models_in(path) if not is_model]
+    if models:
+        want = "the folder of a run, a checkpoint, or a model in Hugging Face's layout"
+        listed = ", ".join(map(str, models[:_LISTED]))
+        fix = f"one of those in it: {listed}{', …' * (len(models) > _LISTED)}"
+        raise ConfigError.of(command, "TARGET", f"{show(str(path))}, which is none itself", want, fix)
     if not path.exists():
         want = "the folder of a run, a checkpoint, or a model in Hugging Face's layout; there is none of this name"
         fix = "correct the path; a model of the hub is fetched by `hf download NAME --local-dir FOLDER`"
@@ -64,6 +73,19 @@ def find_trained_model(
         want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
         raise ConfigError.of("command line", "--ema", str(path), want, fix)
     return target
+
+
+def _models_in(folder: Path) -> list[Path]:
+    """Return the runs, checkpoints and models in Hugging Face's layout that are in a folder, sorted by name."""
+    with suppress(OSError):
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if (path / "config.toml").is_file()
+            or (path / "config.json").is_file()
+            or (folder.name == "checkpoints" and publish.step_of(path) is not None)
+        )
+    return []
 
 
 def _of_run(command: str, folder: RunFolder, step: str | None, tokenizer: str | None, averaged: bool) -> TrainedModel:
@@ -125,9 +147,21 @@ def asked_step(command: str, root: Path, asked: str | None) -> int:
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
         return steps[-1] if step is None else step
-    want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
-    fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
-    raise CheckpointError.of(command, "--step", asked or "", want, fix)
+    if steps:
+        want = f"one of {', '.join(map(str, steps))}"
+        raise CheckpointError.of(command, "--step", asked or "", want, f"--step {steps[-1]}")
+    raise CheckpointError.of(command, str(root.parent), "", "a run with a complete checkpoint; it has none", _fix(root))
+
+
+def _fix(root: Path) -> str:
+    """Return what to do about a run that has no complete checkpoint in `root`, its folder of them."""
+    config = read_config(root.parent / "config.toml")[0]
+    if not config.checkpoint.enable:
+        return "train with checkpoint.enable = true: this run saves none"
+    if RunFolder(root.parent).seems_in_use():
+        first = min(config.checkpoint.interval, last_step(config))
+        return f"wait: the run is still training, and saves its first one after step {first}"
+    return "start the run again, or name one that has saved a checkpoint"
 
 
 def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from titanlite.generation.model import load_text_model
+from titanlite.observe.status import now
 
 if TYPE_CHECKING:
     from tests.cli.commands.conftest import Call
@@ -108,6 +109,10 @@ def test_python_loads_a_run(trained: "Ended") -> None:
     [
         ((), "TARGET\n      want: one folder"),
         (("{run}",), "want: a prompt: there is no terminal to type one in"),
+        (("{run}/..", "--prompt", "a"), '{run}/..", which is none itself\n'),
+        (("{run}/..", "--prompt", "a"), "fix:  one of those in it: {run}"),
+        (("{run}/checkpoints", "--prompt", "a"), "{run}/checkpoints/step-00000003, {run}/checkpoints/step-00000006\n"),
+        (("{run}/logs", "--prompt", "a"), "which has no config.json"),
         (("{run}", "--prompt", "a", "--file", "b"), "want: either --prompt or --file"),
         (("{run}", "--file", "/nowhere.txt"), "want: a text file with a prompt in each line"),
         (("{run}", "--prompt", "a", "--tokens", "0"), "--tokens = 0"),
@@ -117,4 +122,27 @@ def test_python_loads_a_run(trained: "Ended") -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(trained: "Ended", call: "Call", words: tuple[str, ...], message: str) -> None:
-    assert message in call("generate", *(word.format(run=trained.folder) for word in words), ends=2)
+    said = call("generate", *(word.format(run=trained.folder) for word in words), ends=2)
+    assert message.format(run=trained.folder) in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "message"),
+    [
+        ("", "stopped", "fix:  start the run again, or name one that has saved a checkpoint"),
+        ("interval = 50", "running", "fix:  wait: the run is still training, and saves its first one after step 50"),
+        ("interval = 500", "running", "saves its first one after step 150"),
+        ("enable = false", "running", "fix:  train with checkpoint.enable = true: this run saves none"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_a_run_without_a_checkpoint_is_told_what_to_do(
+    call: "Call", tmp_path: Path, command: str, changes: str, state: str, message: str
+) -> None:
+    config = f"[model]\nflavor = 'debug'\n[training]\nsteps = 150\n[checkpoint]\n{changes}\n"
+    (tmp_path / "config.toml").write_text(config)
+    status = {"state": state, "step": 7, "pid": 1, "host": "here", "updated": now()}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    said = call(command, str(tmp_path), *(("--prompt", "a") if command == "generate" else ()), ends=2)
+    assert f"  {tmp_path}\n      want: a run with a complete checkpoint; it has none\n" in said
+    assert message in said
