@@ -15,3 +15,6 @@ outputs=outputs/demo-$(date +%Y%m%d-%H%M%S) # each start is a run of its own
     train.py --config configs/debug.toml --validation.samples "import " "def main(" "$@" --job.dump_folder "$outputs"
 
 "$python" -m titanlite compare "$outputs"/* --out "$outputs/loss.png"
+if [ -e .venv/bin/activate ] && ! command -v titanlite > /dev/null; then
+    echo "first     source .venv/bin/activate, which puts titanlite on your path; then the commands above"
+fi
