@@ -45,7 +45,7 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str |
     if config.validation.enable and config.data.source != Config().data.source:
         chooses["validation.source"] = config.validation.source
     left = [f"{key} = {show(value)}" for key, value in chooses.items() if key not in origin.places]
-    return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
+    return f"{', '.join(left)}: not chosen, but the default; give what you mean to use" if left else None
 
 
 def trained_on(config: Config, inputs: Inputs) -> list[str]:
