@@ -3,7 +3,7 @@
 import re
 
 from titanlite.config.problems import COMMAND_LINE, Problems, show
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Validation
 from titanlite.config.stages import replaced_keys, stage_configs
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -123,7 +123,8 @@ def check_held_out(config: Config, problems: Problems) -> None:
     for key, is_asked in asked.items():
         if is_asked and not validation.enable:
             want = "validation, but validation.enable = false"
-            refuse(f"validation.{key}", want, "validation.enable = true")
+            default = show(getattr(Validation(), key))
+            refuse(f"validation.{key}", want, f"validation.enable = true, or {key} = {default}")
     if validation.weights != "model" and not config.optimizer.ema_decay:
         want = "an average of the weights, but optimizer.ema_decay = 0"
         refuse("validation.weights", want, 'weights = "model", or optimizer.ema_decay = 0.999')

@@ -150,7 +150,7 @@ def asked_step(command: str, root: Path, asked: str | None) -> int:
     if steps:
         want = f"one of {', '.join(map(str, steps))}"
         raise CheckpointError.of(command, "--step", asked or "", want, f"--step {steps[-1]}")
-    raise CheckpointError.of(command, str(root.parent), "", "a run with a complete checkpoint; it has none", _fix(root))
+    raise CheckpointError.of(command, "checkpoints", show(str(root)), "a complete one; there is none", _fix(root))
 
 
 def _fix(root: Path) -> str:

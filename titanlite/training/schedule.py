@@ -11,7 +11,7 @@ def change_of_rate(config: Config, step: int, was: float | None, table: StageTab
     if was is None or was == learning_rate(step, config, table):
         return None
     now = learning_rate(step + 1, config, table)
-    return f"by a schedule of {config.training.steps:,} steps the learning rate goes from {was:.3g} to {now:.3g}"
+    return f"with a schedule of {config.training.steps:,} steps the learning rate jumps from {was:.3g} to {now:.3g}"
 
 
 def learning_rate(step: int, config: Config, table: StageTable | None = None) -> float:

@@ -144,5 +144,5 @@ def test_a_run_without_a_checkpoint_is_told_what_to_do(
     status = {"state": state, "step": 7, "pid": 1, "host": "here", "updated": now()}
     (tmp_path / "status.json").write_text(json.dumps(status))
     said = call(command, str(tmp_path), *(("--prompt", "a") if command == "generate" else ()), ends=2)
-    assert f"  {tmp_path}\n      want: a run with a complete checkpoint; it has none\n" in said
+    assert "  checkpoints = " in said
     assert message in said

@@ -68,12 +68,12 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
     assert [event.step for event in scalars] == [1, 2, 3, 4, 5, 6, 7, 8]
     logged = re.sub(r"^\S+Z ", "", whole.output, flags=re.MULTILINE)
     was, now = whole.steps[3]["lr"], whole.steps[4]["lr"]
-    assert logged.count(f"by a schedule of 8 steps the learning rate goes from {was:.3g} to {now:.3g}\n") == 1
+    assert logged.count(f"with a schedule of 8 steps the learning rate jumps from {was:.3g} to {now:.3g}\n") == 1
     longer = said(logged[logged.index("to step 8 of 8") - 50 :], "lowest", "export")
     assert longer["lowest"].startswith(f"train loss {lowest(whole, 'loss')}, ")  # of both starts
     assert longer["longer"].startswith(f"titanlite train {shlex.quote(config)} --gpus 2 --training.steps 16")
     assert longer[""].startswith(
-        f"by a schedule of 16 steps the learning rate goes from {whole.steps[7]['lr']:.3g} to "
+        f"with a schedule of 16 steps the learning rate jumps from {whole.steps[7]['lr']:.3g} to "
     )
 
 

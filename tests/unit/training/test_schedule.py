@@ -42,7 +42,7 @@ def test_a_schedule_of_more_steps_says_where_the_rate_goes():
     )
     was = learning_rate(100, short)
     assert change_of_rate(short, 100, was) is None
-    text = "by a schedule of 180 steps the learning rate goes from 0.000771 to 1"
+    text = "with a schedule of 180 steps the learning rate jumps from 0.000771 to 1"
     assert change_of_rate(long, 100, was) == text
 
 
