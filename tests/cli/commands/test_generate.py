@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from titanlite.commands import main
 from titanlite.generation.model import load_text_model
 from titanlite.observe.status import now
 
@@ -82,6 +83,11 @@ def test_tied_embeddings_of_a_run_and_of_its_folder(tied: "Ended", call: "Call",
 def test_equal_seeds_sample_equal_texts(trained: "Ended", call: "Call") -> None:
     of_seed = lambda n: call("generate", str(trained.folder), "--prompt", "if ", "--tokens", "20", "--seed", n)  # noqa: E731
     assert of_seed("1") == of_seed("1") != of_seed("2")
+
+
+def test_what_is_loaded_is_said_first(trained: "Ended", capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(trained.folder), "--prompt", "if ", "--tokens", "1", "--step", "3"]) == 0
+    assert capsys.readouterr().err.startswith(f"loading {trained.folder / 'checkpoints' / 'step-00000003'}\n")
 
 
 def test_lines_are_typed_in_a_terminal(trained: "Ended", call: "Call", monkeypatch: pytest.MonkeyPatch) -> None:
