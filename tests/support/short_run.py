@@ -16,6 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.shared_plan import plan_for_all_ranks
 from titanlite.checkpoint import store
 from titanlite.config.schema import Config
+from titanlite.config.stages import sequences_per_step
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.device import CPU
@@ -83,7 +84,7 @@ def batches_of(run: Run) -> TrainBatches:
         shards,
         seq_len=config.training.seq_len,
         seed=config.training.seed,
-        global_batch_size=config.training.global_batch_size or config.training.local_batch_size * mesh.data_size,
+        global_batch_size=sequences_per_step(config, dist.get_world_size()),
         local_batch_size=config.training.local_batch_size,
         dp_rank=mesh.data_rank,
         dp_size=mesh.data_size,

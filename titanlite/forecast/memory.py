@@ -28,6 +28,7 @@ from titanlite.byte_size import GIB
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import FROZEN, Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
+from titanlite.config.stages import sequences_per_step
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
 from titanlite.forecast.update_work import UpdateWork
@@ -159,7 +160,7 @@ class MemoryModel:
         self.expert_shards = max(1, self.shards * t // mesh.expert_parallel_degree)
         self.experts_are_reduced = self.expert_shards * self.replicas > 1
         at_once = training.local_batch_size * (data_ranks // mesh.context_parallel_degree)
-        self.micro_steps = (training.global_batch_size or at_once) // at_once
+        self.micro_steps = sequences_per_step(config, world) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.alone = data_ranks == 1
         self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)

@@ -6,7 +6,7 @@ import numpy as np
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import data_ranks
+from titanlite.config.stages import sequences_per_step
 from titanlite.forecast.attended import AttendedShare
 from titanlite.models.find import build_model
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
@@ -48,8 +48,7 @@ def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None 
 def outlook(config: Config, flops: float, world: int, tokens_per_second: float, peak: float) -> Outlook:
     """Predict a run's duration. `flops`: of one token; `tokens_per_second` and `peak`, FLOPs per second: per device."""
     training = config.training
-    at_once = training.local_batch_size * data_ranks(config, world)
-    step = (training.global_batch_size or at_once) * training.seq_len
+    step = sequences_per_step(config, world) * training.seq_len
     return Outlook(
         tokens_per_second=tokens_per_second,
         mfu=tokens_per_second * flops / peak,
