@@ -77,11 +77,8 @@ def train_step(
     grad_norm = run.optimizer.norm(gradients, group_norms)
 
     # One all-reduce sums the terms of all ranks.
-    loss = loss_terms["loss"]
     of_host = {"stop_asked": stop_requested, "attended": attended / dist.get_world_size(), "lacked_data": lacks_data}
-    terms = {"loss": loss}  # first in order
-    terms |= {name: torch.full_like(loss, number) for name, number in of_host.items()}
-    terms |= loss_terms  # `loss` again, and `z_loss` if there is one
+    terms = loss_terms | {name: torch.full_like(loss_terms["loss"], number) for name, number in of_host.items()}
     totals = torch.stack([*terms.values()])
     dist.all_reduce(totals)
     results = dict(zip(terms, totals.unbind(), strict=True))
