@@ -20,6 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
@@ -69,11 +70,7 @@ def main() -> None:
             version = ".".join(map(str, sys.version_info[:3]))
             sys.exit(f"titanlite wants Python 3.11 or later; python3 is {version}, and there is no {', '.join(OLDER)}")
         os.execvp(newer, [newer, *sys.argv])
-    import tomllib  # Python 3.11 has it
-
-    extras = sys.argv[1:]
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        known = tomllib.load(file)["project"]["optional-dependencies"]
+    extras, known = sys.argv[1:], project()["optional-dependencies"]
     if unknown := [extra for extra in extras if extra not in known]:
         sys.exit(f"not in [project.optional-dependencies]: {', '.join(unknown)}; there are {', '.join(known)}")
     lock = os.open(ROOT, os.O_RDONLY)
@@ -92,6 +89,13 @@ def main() -> None:
         found = install(extras, lacks)
     say(f"environment: {found}")
     sys.stdout.write(f"{found}\n")
+
+
+def project() -> dict[str, Any]:
+    """Return the table `[project]` of pyproject.toml."""
+    import tomllib  # Python 3.11 has it
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def missing(python: Path, extras: Sequence[str]) -> list[str]:
@@ -166,10 +170,7 @@ def torch_without_cuda(index: Sequence[str]) -> str:
     Args:
         index: pip's options that name it.
     """
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirement = next(r for r in project["dependencies"] if r.startswith("torch>"))
+    requirement = next(r for r in project()["dependencies"] if r.startswith("torch>"))
     command = [PYTHON, "-c", NEWEST_WITHOUT_CUDA, requirement, *index]
     newest = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
     return newest or requirement
