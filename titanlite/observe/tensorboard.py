@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 class TensorBoardFile(Observer):
     """Writes the event file of one start of a run, beside those of earlier starts. Used on rank 0 if
-    `metrics.tensorboard` is true. `metrics`: path of metrics.jsonl. `warn` is called with a text at the first failure.
+    `metrics.tensorboard` is true. `metrics` and `texts`: paths of metrics.jsonl and samples.jsonl, whose rows go first.
+    `warn` is called with a text at the first failure.
     """
 
-    def __init__(self, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:
+    def __init__(self, folder: Path, metrics: Path, texts: Path, warn: Callable[[str], object]) -> None:
         self._warn, self.has_failed = warn, False  # once true, nothing more is written
         self._writer: SummaryWriter | Any = None
-        self._attempt(lambda: self._start(folder, metrics))
+        self._attempt(lambda: self._start(folder, metrics, texts))
 
     def describe(self, config: Config, facts: Mapping[str, Any]) -> None:
         """Write the config and the run's facts as two texts, without secrets."""
@@ -63,7 +64,7 @@ class TensorBoardFile(Observer):
                 self._writer.close()
         self._writer = None
 
-    def _start(self, folder: Path, metrics: Path) -> None:
+    def _start(self, folder: Path, metrics: Path, texts: Path) -> None:
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from torch.utils.tensorboard import SummaryWriter
 
@@ -76,7 +77,7 @@ class TensorBoardFile(Observer):
         for row in rows:
             if row["step"] >= self._first:
                 self._add(row)
-        for step, samples in read_samples(metrics.with_name("samples.jsonl")):
+        for step, samples in read_samples(texts):
             if step >= self._first:
                 self._add_samples(step, samples)
 

@@ -239,7 +239,7 @@ def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTa
         tags = tags_of(config, facts)
         yield WandbRun(config, folder.path, folder.metrics, console.warning, facts=facts, tags=tags)
     if config.metrics.tensorboard:
-        yield (page := TensorBoardFile(folder.tensorboard, folder.metrics, console.warning))
+        yield (page := TensorBoardFile(folder.tensorboard, folder.metrics, folder.samples, console.warning))
         page.describe(config, facts)
 
 

@@ -46,7 +46,7 @@ class Start:
     ) -> None:
         path = folder / "metrics.jsonl"
         self.metrics = MetricsFile(path, resume_step, validates_again)
-        self.shown = TensorBoardFile(folder / "tensorboard", path, warn) if shows else None
+        self.shown = TensorBoardFile(folder / "tensorboard", path, folder / "samples.jsonl", warn) if shows else None
         STARTS.append(self)
 
     def write(self, *rows: Row) -> "Start":

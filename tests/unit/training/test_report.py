@@ -27,6 +27,7 @@ from titanlite.observe.metric_table import METRICS, Metric
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 from titanlite.observe.tensorboard import TensorBoardFile
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.report import InFlight, Moment, Outcome, Report
 from titanlite.training.routers import Routers, SeenRouting
 from titanlite.training.step import NONE
@@ -206,17 +207,18 @@ def test_a_metric_is_one_declaration_and_one_number_of_the_step(
     result = {name: torch.tensor(number) for name, number in (RESULT | {"spread": 0.25}).items()}
     in_flight = InFlight(12, 1e-3, result, 0.25)
     in_flight._done = At(1.0)
+    folder = RunFolder(tmp_path)
     with report(tmp_path, log_freq=2, samples_before=0, start=10) as logged:
-        shown = TensorBoardFile(tmp_path / "tensorboard", tmp_path / "metrics.jsonl", logged.console.warning)
+        shown = TensorBoardFile(folder.tensorboard, folder.metrics, folder.samples, logged.console.warning)
         logged.observers = [*logged.observers, shown]
         logged.step(in_flight.read())
         shown.close()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rows = read_metrics(folder.metrics)
     assert [row["spread"] for row in rows] == [0.25]
     line = (tmp_path / "rank0.log").read_text().splitlines()[-1]
     assert re.search(r"loss  2\.5000  grad  0\.500 .* GiB  spread 0\.25  eta", line)
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events = accumulator.EventAccumulator(str(folder.tensorboard))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/spread")] == [(12, 0.25)]
     (chart,) = (chart for chart in metrics_of([RunRecord("a", rows, {}, "", None)]) if chart.name == "spread")
