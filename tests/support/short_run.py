@@ -21,10 +21,12 @@ from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.device import CPU
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import windows_of
 from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel import fsdp
 from titanlite.parallel.context import token_group
+from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training import assemble as assemble_file
@@ -47,6 +49,14 @@ class Trained:
     gradients: dict[str, Tensor]  # of the first step, reduced, not clipped
     losses: Tensor  # [steps]
     norms: Tensor  # [steps]
+
+
+def whole_model(run: Run) -> Llama3:
+    """The model of a run in one piece, with the same first weights."""
+    model = Llama3(run.dims, run.config.training.seq_len)
+    model.fill_buffers()
+    initialise(model, run.config.training.seed)
+    return model
 
 
 def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:

@@ -14,10 +14,8 @@ from tests.support.launched import Desk
 from tests.support.needs import slow
 from tests.support.own_rule import lion
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, batches_of, checked, whole
+from tests.support.short_run import assemble, batches_of, checked, whole, whole_model
 from titanlite.commands import main
-from titanlite.models.llama3 import Llama3
-from titanlite.parallel.initialise import initialise
 from titanlite.training.attention import torch_order
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step
@@ -132,9 +130,7 @@ def test_one_process_equals_a_model_frozen_by_hand(tmp_path: Path) -> None:
 
     def body() -> None:
         run = assemble(asked)
-        model = Llama3(run.dims, run.config.training.seq_len)
-        model.fill_buffers()
-        initialise(model, run.config.training.seed)
+        model = whole_model(run)
         for name, p in model.named_parameters():
             p.requires_grad_(run.optimizer.settings[name].rule != "frozen")
         left = [p for p in model.parameters() if p.requires_grad]

@@ -15,15 +15,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.needs import slow
 from tests.support.own_rule import lion
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, batches_of, checked, take_steps
+from tests.support.short_run import assemble, batches_of, checked, take_steps, whole_model
 from titanlite.config.parameter_groups import update_settings
 from titanlite.config.recipe_schema import AdamWGroup, OptimizerRecipe
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.device import CPU
 from titanlite.errors import StepError
-from titanlite.models.llama3 import Llama3
 from titanlite.optimizers.sharded import ShardedOptimizer
-from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.recipes import load
@@ -158,9 +156,7 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
 
     def body() -> None:
         run = assemble(asked)
-        model = Llama3(run.dims, run.config.training.seq_len)
-        model.fill_buffers()
-        initialise(model, run.config.training.seed)
+        model = whole_model(run)
         norms = [p for n, p in model.named_parameters() if "norm" in n]
         others = [p for n, p in model.named_parameters() if "norm" not in n]
         groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
