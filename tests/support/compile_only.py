@@ -127,7 +127,8 @@ def check_resources(compiled: dict[str, triton.compiler.CompiledKernel], folder:
         used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
         spills = may_spill or (IS_3_8 and name == "matmul_push")  # up to 500 bytes a thread; not timed
         if not spills and name == "gather_matmul":
-            spills = int(used["STACK"]) <= 120 and _spills_beside_products(dumped("-sass"))
+            most = 128 if IS_3_8 else 56  # bytes; those of 3.8 are not timed
+            spills = int(used["STACK"]) <= most and _spills_beside_products(dumped("-sass"))
         assert spills or used["STACK"] == used["LOCAL"] == "0", f"{name}: {said}"
         assert kernel.metadata.shared <= SHARED_MEMORY, name
 

@@ -150,6 +150,7 @@ def test_compiled_blocks_are_not_compiled_anew(task: Path, single: Score, tmp_pa
 
     def body() -> None:
         run = assemble(asked)
+        counters.clear()  # of tests before this one in the same process
         assert evaluation_of(task).score(run.model, run.mesh) == [single]
         assert counters["stats"]["unique_graphs"] == 0
 
