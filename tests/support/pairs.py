@@ -142,14 +142,16 @@ class Runs:
 
     def __init__(self, folder: Path, steps: int = STEPS, floors: int = FLOORS) -> None:
         self._folder, self._steps, self._floors = folder, steps, floors
+        self._text = folder / "text.txt"  # torch's own, which decides the bits, too; each Python has another library
+        self._text.write_text(Path(nn.functional.__file__).read_text())
 
     @functools.cache  # noqa: B019  # as long as the tests
     def record(self, world: int, flags: str, change: Change = nothing) -> RunRecord:
         """Train, and return what a run's folder would hold of it."""
         folder = self._folder / f"{abs(hash((world, flags, change)))}"
         folder.mkdir()
-        steps = ["--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "5"]
-        trained = train(folder, world, [*flags.split(), *steps], steps=self._steps, change=change, timeout_s=600)
+        shared = ["--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "5", "--data.source", str(self._text)]
+        trained = train(folder, world, [*flags.split(), *shared], steps=self._steps, change=change, timeout_s=600)
         rows: list[dict[str, Any]] = [
             {"step": i, "tokens": i * 256, "loss": loss, "grad_norm": norm}
             for i, (loss, norm) in enumerate(zip(trained.losses.tolist(), trained.norms.tolist(), strict=True), start=1)
