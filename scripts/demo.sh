@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py)
+python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py datasets plot wandb)
 export OMP_NUM_THREADS=1     # threads of each process; torchrun would set the same, and say so in four lines
 export CUDA_VISIBLE_DEVICES= # on CPUs, whatever the machine has
 

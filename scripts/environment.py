@@ -36,8 +36,11 @@ import importlib.metadata, sys, tomllib
 from pip._vendor.packaging.requirements import Requirement
 with open(sys.argv[1], "rb") as f:
     project = tomllib.load(f)["project"]
-wanted = project["dependencies"] + [r for e in sys.argv[2:] for r in project["optional-dependencies"][e]]
-for requirement in map(Requirement, wanted):
+wanted = [*map(Requirement, project["dependencies"]), Requirement(f"{project['name']}[{','.join(sys.argv[2:])}]")]
+for requirement in wanted:
+    if requirement.name == project["name"]:  # an extra may name others
+        wanted += [Requirement(r) for e in sorted(requirement.extras) for r in project["optional-dependencies"][e]]
+        continue
     if requirement.marker and not requirement.marker.evaluate():
         continue  # for another platform
     requirement.marker = None

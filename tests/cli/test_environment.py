@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.test_bench import BENCH, script
 
+PYTHON = sys.executable  # before it is replaced
 # What pip 23 and pip 25 say, but for the packages, and the time that unpacking takes.
 STAND_IN = """
 import os, sys, time
@@ -68,7 +69,7 @@ def test_what_is_no_extra_is_refused_and_nothing_installed(
     environment: ModuleType, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     monkeypatch.setattr(environment.sys, "argv", ["environment.py", "dev", word])
-    with pytest.raises(SystemExit, match=f": {word}; there are gpu, "):
+    with pytest.raises(SystemExit, match=f": {word}; there are all, "):
         environment.main()
     assert not environment.UNFINISHED.exists()
 
@@ -125,3 +126,18 @@ def test_what_has_no_pip_is_made_anew_where_another_python_has_made_it(
     monkeypatch.setattr(environment, "PYTHON", own)
     assert ("-m venv --clear " in calls(environment)[0]) == is_anothers
     assert (f"{own.with_name('other')} has made it, another Python than " in capfd.readouterr().err) == is_anothers
+
+
+def test_an_extra_that_names_others_lacks_what_they_lack(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text("""
+[project]
+name = "mine"
+dependencies = ["pip"]
+optional-dependencies = {inner = ["nobodys>=1"], outer = ["mine[inner]", "pip<1"], other = ["others"]}
+""")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    outer = environment.missing(Path(PYTHON), ["outer"])
+    assert [line.partition(" ")[0] for line in outer] == ["pip<1", "nobodys>=1"]
+    assert environment.missing(Path(PYTHON), []) == []

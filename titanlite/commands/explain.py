@@ -37,8 +37,7 @@ def run(argv: Sequence[str]) -> int:
 
     folder = Path(word)
     picture = Path(given.get("--out", folder / "profile" / "timeline.png"))
-    if "--out" in given:
-        require_picture("titanlite explain", picture, "timeline.png")
+    require_picture("titanlite explain", picture, "timeline.png")
     profiled = read_profiled(folder)
     text = run_text(profiled)
     with writable("titanlite explain", "--out", picture):

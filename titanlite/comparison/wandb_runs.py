@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.errors import TitanliteError
+from titanlite.extras import missing_packages
 from titanlite.observe.metric_table import flat_key
 from titanlite.observe.metrics import RunError
 from titanlite.redact import redact
@@ -72,9 +73,16 @@ def fetch_run(path: Path, folder: Path) -> None:
     (folder / "status.json").write_text(json.dumps({"state": state, "host": "wandb", "pid": 0, **seen}))
 
 
+def require_wandb(where: str, key: str) -> None:
+    """Raise a RunError about `key` if wandb is not installed."""
+    if missing := missing_packages("wandb"):
+        raise RunError.of(where, key, "", *missing)
+
+
 @contextmanager
 def wandb_server(where: str, key: str, want: str, fix: str) -> Iterator[Any]:
     """Yield wandb's API without its prints. Errors in the body become a RunError, made of the four arguments."""
+    require_wandb(where, key)
     import wandb
 
     try:

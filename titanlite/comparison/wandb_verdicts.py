@@ -10,13 +10,18 @@ from pathlib import Path
 
 from titanlite.comparison.judge import Verdict
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.wandb_runs import wandb_run_path, wandb_server
+from titanlite.comparison.wandb_runs import require_wandb, wandb_run_path, wandb_server
 from titanlite.observe.metrics import RunError
 from titanlite.observe.wandb import has_login
 
 
 def paths_on_server(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the path of each run on wandb's server. Raise RunError if wandb lacks a run, or there is no login."""
+    """Return the path of each run on wandb's server.
+
+    Raises:
+        RunError: wandb is not installed, or lacks a run, or there is no login.
+    """
+    require_wandb("titanlite compare", "--wandb")
     paths = [wandb_run_path(run.path, run.config) for run in runs]
     if None in paths:
         want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"

@@ -5,7 +5,6 @@ with the model's dimensions and with the number of processes. If that number is 
 out.
 """
 
-import importlib.util
 import os
 from collections.abc import Collection
 from operator import attrgetter
@@ -26,6 +25,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.stages import longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
+from titanlite.extras import missing_packages
 
 _FROM_HOME = (  # keys of paths that may begin with ~, a home folder
     "job.dump_folder",
@@ -68,6 +68,7 @@ def config_problems(
 
     check_ranges(config, problems)
     _check_names(config, problems)
+    _check_packages(config, model, problems)
     check_held_out(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
@@ -166,7 +167,7 @@ def check_steps(config: Config, problems: Problems) -> None:
 
 
 def _check_names(config: Config, problems: Problems) -> None:
-    """Check the names, folders and files that the config gives, and that the tensorboard package is installed."""
+    """Check the names, folders and files that the config gives."""
     name, refuse = config.job.name, problems.about(config)
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
         refuse("job.name", "the name of a folder, of at most 255 bytes", f'name = "{Config().job.name}" (the default)')
@@ -179,9 +180,16 @@ def _check_names(config: Config, problems: Problems) -> None:
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         fix = f'wandb_project = "{Config().metrics.wandb_project}" (the default)'
         refuse("metrics.wandb_project", "the name of a project", fix)
-    if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install -e '.[tensorboard]', or tensorboard = false"
-        refuse("metrics.tensorboard", "the package tensorboard, which is not installed here", fix)
+
+
+def _check_packages(config: Config, model: ModelDims | None, problems: Problems) -> None:
+    """Refuse Weights & Biases and TensorBoard if their packages are not installed."""
+    metrics, refuse = config.metrics, problems.about(config)
+    heat_map = ["matplotlib"] if model is not None and model.experts is not None else []
+    if metrics.wandb != "off" and (missing := missing_packages("wandb", *heat_map)):
+        refuse("metrics.wandb", missing[0], f'{missing[1]}, or wandb = "off"')
+    if metrics.tensorboard and (missing := missing_packages("tensorboard")):
+        refuse("metrics.tensorboard", missing[0], f"{missing[1]}, or tensorboard = false")
 
 
 def check_file(key: str, file: str, problems: Problems) -> None:

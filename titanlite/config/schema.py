@@ -253,10 +253,10 @@ class Metrics:
 
     log_freq: PositiveInt = key(1, "Steps between log lines. In between, the host does not wait for the device.")
     float8_numerics_freq: NonNegativeInt = key(0, "Steps between measurements of float8 error in each converted layer. Each takes one more forward pass, without the compiler, on the step's first micro-batch. It logs to metrics.jsonl, per layer, `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>` (fraction of values beyond the range), `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>` (fraction that became zero), and `float8_output_sqnr_db.<layer>` (signal-to-noise ratio of the output against that in `training.mixed_precision_param`). 0: off.")
-    wandb: Literal["off", "offline", "online"] = key("off", "Weights & Biases. It never ends a run: what it cannot send stays in metrics.jsonl. `offline` writes `wandb/` in the run's folder, for `wandb sync`.")
+    wandb: Literal["off", "offline", "online"] = key("off", "Weights & Biases. It never ends a run: what it cannot send stays in metrics.jsonl. `offline` writes `wandb/` in the run's folder, for `wandb sync`. It needs the extra `wandb`.")
     wandb_project: str = key("titanlite", "Project in Weights & Biases.")
     wandb_group: str = key("", "Group in Weights & Biases; runs of one group are plotted together.")
-    tensorboard: bool = key(False, "Write `tensorboard/` in the run's folder as well, under the same names: `tensorboard --logdir <dump_folder>`. It needs `pip install -e '.[tensorboard]'`, and never ends a run.")
+    tensorboard: bool = key(False, "Write `tensorboard/` in the run's folder as well, under the same names: `tensorboard --logdir <dump_folder>`. It needs the extra `tensorboard`, and never ends a run.")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from titanlite.data.prepare import (
     preparation_of,
 )
 from titanlite.data.shards import Meta, Shard, sample_count
-from titanlite.data.sources import CODECS, Source, ending, resolve
+from titanlite.data.sources import Source, resolve
 from titanlite.data.token_files import first_ids, require_separator, scan
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
@@ -179,9 +179,9 @@ def check_cache(inputs: Inputs, data: Data) -> None:
 def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> Meta | None:
     """Read a small source and return its `Meta`; for larger token files, a `Meta` with their size; else None."""
     n_bytes = source.n_bytes()
+    source.require_packages()
     check_text_key(source, data)
-    is_packed = any(ending(f).endswith((".parquet", *CODECS)) for f in source.files)
-    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
+    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not source.needs_pyarrow
     if source.kind == "tokens" and planned is not None and n_bytes is not None:
         if is_small:
             planned.check(meta := scan(source, planned.dtype, lambda _: None))

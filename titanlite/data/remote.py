@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 from titanlite.errors import DataError
+from titanlite.extras import missing_packages
 from titanlite.redact import redact_urls
 
 _BLOCK_BYTES = 1 << 23
@@ -37,7 +38,7 @@ _CREDENTIALS = {
     "of a public bucket, FSSPEC_GS_TOKEN=anon",
 }
 _COPY = "copy the file to a disk or a bucket"
-_IN_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 _CHAINED = re.compile(r"::[\w+.-]+://|^[\w+.-]+://.*::/")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
@@ -220,6 +221,8 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     import fsspec.core
 
     scheme = url.partition("://")[0]
+    if scheme in _PACKAGES and (missing := missing_packages(_PACKAGES[scheme])):
+        raise _url_error(url, key, "", *missing)
     try:
         options = _time_limits(scheme)
         if more := fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url):
@@ -229,8 +232,8 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     except DataError:
         raise
     except ImportError as e:
-        fix = "pip install -e '.[url]'" if scheme in _IN_EXTRA else f"install what it names: {e}"
-        raise _url_error(url, key, "", f"the package that reads {scheme}://, not installed here", fix) from e
+        want = f"the package that reads {scheme}://, not installed here"
+        raise _url_error(url, key, "", want, f"install what it names: {e}") from e
     except ValueError as e:
         want = "a protocol that fsspec knows, as s3://, gs:// or https://"
         raise _url_error(url, key, f": {e}", want, "correct the URL") from e

@@ -25,6 +25,7 @@ from typing import Literal
 
 from titanlite.data.remote import RemoteFile, is_url, list_files, refuse_chained
 from titanlite.errors import DataError, nearest
+from titanlite.extras import missing_packages
 from titanlite.redact import STAR, redact_urls
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -88,6 +89,17 @@ class Source:
     def refused(self, what: str, want: str, fix: str) -> DataError:
         """Return the error about this source: its message has the source's name, `what`, `want` and `fix`."""
         return DataError.of("data", self.key, f"{self.name!r}{what}", want, fix)
+
+    @property
+    def needs_pyarrow(self) -> bool:
+        """Return whether pyarrow reads a file: Parquet, or compressed lines of JSON."""
+        return any(ending(file).endswith((".parquet", *CODECS)) for file in self.files)
+
+    def require_packages(self) -> None:
+        """Raise a DataError if a package that reads the source's texts is not installed."""
+        needed = ["datasets"] if self.kind == "dataset" else ["pyarrow"] if self.needs_pyarrow else []
+        if missing := missing_packages(*needed):
+            raise self.refused("", *missing)
 
     def n_bytes(self) -> int | None:
         """Return the number of bytes of all files; None for a dataset."""

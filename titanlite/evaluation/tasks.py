@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from titanlite.config.build import show
 from titanlite.durable import require_reachable
 from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.extras import missing_packages
 from titanlite.json_file import parse_json
 
 KEY = "evaluation.tasks"
@@ -94,6 +95,8 @@ def load_tasks(tasks: Sequence[str], with_hub: bool = True) -> list[Task]:
         DataError: tasks cannot be read; it names all problems.
     """
     messages, found, names = list[Any](), list[Task](), set[str]()
+    if (of_hub := [text for text in tasks if text in HUB]) and (missing := missing_packages("datasets")):
+        messages += DataError.of("evaluation", KEY, show(of_hub), *missing).args
     for text in tasks:
         try:
             name, path = _name_and_path(text)
@@ -102,7 +105,7 @@ def load_tasks(tasks: Sequence[str], with_hub: bool = True) -> list[Task]:
             names.add(name)
             if path is not None:
                 found.append(_of_file(name, text, path))
-            elif with_hub:
+            elif with_hub and not messages:
                 found.append(_of_hub(name))
         except DataError as error:
             messages += error.args

@@ -8,16 +8,20 @@ from pathlib import Path
 
 from titanlite.durable import require_writable
 from titanlite.errors import ConfigError
+from titanlite.extras import missing_packages
 from titanlite.observe.metrics import RunError
 
 
 def require_picture(command: str, path: Path, example: str, flag: str = "--out") -> None:
-    """Refuse a picture whose suffix names no format, or that cannot be written. Call before long work.
+    """Refuse a picture that matplotlib cannot draw, or that cannot be written. Call before long work.
 
     Raises:
-        RunError: the suffix names no format. The message proposes `example`, a file name.
+        RunError: matplotlib is not installed, or the suffix names no format. The message proposes `example`, a file
+            name.
         ConfigError: as `require_place` raises it.
     """
+    if missing := missing_packages("matplotlib"):
+        raise RunError.of(command, flag, str(path), *missing)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kinds = FigureCanvasAgg.get_supported_filetypes()

@@ -1,7 +1,6 @@
 """Every combination that cannot run is refused, and the fix in the message is one that can."""
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -208,16 +207,6 @@ def test_experts_that_ranks_share_out() -> None:
     own = message(changed(config, model__file=__file__))
     assert f"1: the recipe of {__file__} has no table [experts]" in own
     assert "1 problem\n" in own
-
-
-def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = changed(Config(), metrics__tensorboard=True)
-    check_config(config, LLAMA_8B, 8)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    said = message(config)
-    assert "metrics.tensorboard = true" in said
-    assert "the package tensorboard, which is not installed here" in said
-    assert "pip install -e '.[tensorboard]'" in said
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,6 @@ def test_a_try_and_the_pause_before_it_are_shorter_than_the_watchdog_waits() -> 
     assert max(PAUSES_S) + remote._REQUEST_S < Comm.train_timeout_seconds - 30
 
 
-@pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
-def test_a_package_that_is_missing_is_named(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    fsspec.registry._registry.pop(url.partition(":")[0], None) if hasattr(fsspec.registry, "_registry") else None
-    with pytest.raises(DataError, match=r"fix:  pip install -e '\.\[url\]'"):
-        resolve(url)
-
-
 def test_without_a_url_fsspec_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     script = f"""
