@@ -1,13 +1,15 @@
-"""What pip installs: the package with its configs and recipes, found wherever it lies."""
+"""What pip installs: the package with its configs and recipes, found wherever it lies, and what it runs without."""
 
-import json
 import os
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,13 +32,42 @@ def site(wheel: Path) -> Path:
     return folder
 
 
-def titanlite(site: Path, *args: str) -> str:
-    """Run the installed command far from the checkout, and return what it prints."""
-    environment = os.environ | {"PYTHONPATH": str(site)}
+@pytest.fixture(scope="module")
+def plain(site: Path) -> Path:
+    """A folder whose `sitecustomize` hides what pip would not install with the wheel: all that only extras bring."""
+    wanted, found = (
+        [*(metadata.Distribution.at(next(site.glob("titanlite-*.dist-info"))).requires or ())],
+        {"titanlite"},
+    )
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            wanted += metadata.requires(name) or ()
+    modules = metadata.packages_distributions().items()
+    hidden = {module for module, names in modules if not found & {*map(canonicalize_name, names)}}
+    (folder := site.parent / "plain").mkdir()
+    (folder / "sitecustomize.py").write_text(f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+""")
+    return folder
+
+
+def titanlite(site: Path, plain: Path, *args: str, code: int = 0) -> str:
+    """Run the installed command, far from the checkout and without extras, and return what it prints."""
+    environment = os.environ | {"PYTHONPATH": f"{plain}{os.pathsep}{site}"}
     command = [sys.executable, "-P", site / "bin" / "titanlite", *args]
     ended = subprocess.run(command, cwd=site.parent, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr if code else ended.stdout
 
 
 def test_wheel_carries_configs_and_recipes(wheel: Path) -> None:
@@ -53,33 +84,26 @@ def test_wheel_carries_configs_and_recipes(wheel: Path) -> None:
     assert not [name for name in inside if name.startswith(("tests/", "scripts/", "configs/", "recipes/"))]
 
 
-def test_installed_command_lists_its_own_recipes(site: Path) -> None:
-    listed = titanlite(site, "recipes", "float8")
+def test_installed_command_lists_its_own_recipes(site: Path, plain: Path) -> None:
+    listed = titanlite(site, plain, "recipes", "float8")
     for recipe in (REPOSITORY / "recipes" / "float8").glob("*.toml"):
         assert f"  {recipe.stem} " in listed
 
 
-def test_installed_command_validates_its_own_configs(site: Path) -> None:
+def test_installed_command_validates_its_own_configs(site: Path, plain: Path) -> None:
     config = site / "titanlite" / "_shipped" / "configs" / "debug.toml"
-    said = titanlite(site, "validate", str(config), "--world", "4", "--float8.recipe", "rowwise")
+    said = titanlite(site, plain, "validate", str(config), "--world", "4", "--float8.recipe", "rowwise")
     assert f"{config}: no problems" in said
     assert "1,705,216 parameters" in said
 
 
-@pytest.mark.slow  # all of its modules, configs and recipes are there, as the tests above hold
-def test_installed_package_trains(site: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("Of all that is, this is the least. " * 200)
-    config = site / "titanlite" / "_shipped" / "configs" / "debug.toml"
+def test_installed_package_plans_trains_and_generates_without_extras(site: Path, plain: Path) -> None:
+    (site.parent / "text.txt").write_text("Of all that is, this is the least. " * 200)
+    config = str(site / "titanlite" / "_shipped" / "configs" / "debug.toml")
     flags = "--data.source=text.txt --data.cache_dir=cache --training.seq_len=32 --training.steps=2 "
-    flags += "--lr_scheduler.warmup_steps=1 --compile.enable=false --validation.enable=false --checkpoint.enable=false "
+    flags += "--lr_scheduler.warmup_steps=1 --compile.enable=false --validation.enable=false "
     flags += "--model.n_layers=1 --model.dim=64 --model.ffn_dim=128"
-    ended = subprocess.run(
-        [sys.executable, "-m", "titanlite.train", "--config", config, *flags.split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads((tmp_path / "outputs" / "debug" / "status.json").read_text())["state"] == "finished"
+    assert "reduce_scatter" in titanlite(site, plain, "plan", config, "--world", "2", *flags.split())
+    assert "step 2/2" in titanlite(site, plain, "train", config, "--gpus", "1", *flags.split())
+    assert titanlite(site, plain, "generate", "outputs/debug", "--prompt", "Of all").startswith("Of all")
+    assert "pip install 'titanlite[plot]'" in titanlite(site, plain, "compare", "outputs/debug", code=2)
