@@ -39,6 +39,10 @@ class DataError(TitanliteError):
     """A source, record, token shard or tokenizer cannot be used."""
 
 
+class HubError(DataError):
+    """A model or tokenizer of the Hugging Face hub cannot be fetched, or a folder cannot be pushed to it."""
+
+
 class NoMoreDataError(DataError):
     """A source has no more data. The tokens read so far are valid, and so are the weights trained on them."""
 

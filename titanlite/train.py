@@ -12,9 +12,11 @@ import sys
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.optimizer_state import leaves_state
 from titanlite.checkpoint.resume import step_to_resume
+from titanlite.config.config_json import KEY
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
-from titanlite.preflight.checked_run import VERBOSE, checked_run
+from titanlite.hub import fetch_weights, is_hub_name
+from titanlite.preflight.checked_run import VERBOSE, checked_run, resumes
 from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
@@ -27,11 +29,13 @@ def main() -> None:
     check_launcher()
     launcher = Launcher()  # before the checks, during which the launcher may end
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    run = checked_run([word for word in sys.argv[1:] if word != VERBOSE], world)
+    run = checked_run([word for word in sys.argv[1:] if word != VERBOSE], world, is_start=True)
     is_first = os.environ.get("RANK", "0") == "0"
     folder = RunFolder.of(run.config)
     if is_first:
         check_start(run.config, run.inputs)
+    if not resumes(run.config) and is_hub_name(path := run.config.checkpoint.initial_load_path):
+        fetch_weights(path, KEY)
     if run.config.model.file:
         # Importing the file may initialise CUDA, which must happen on this process's GPU.
         from titanlite.parallel.process_group import choose_device

@@ -19,7 +19,7 @@ ROWS = (
     {"float8", "observe"},
     {"models", "data", "update_rules"},
     {"kernels", "recipes"},
-    {"config", "receipt", "exit_code", "device"},
+    {"config", "receipt", "exit_code", "device", "hub"},
     {"errors", "durable", "redact", "text_table", "byte_size", "json_file", "streams", "extras"},
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}

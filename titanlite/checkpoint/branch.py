@@ -13,6 +13,7 @@ from titanlite.checkpoint.publish import complete_steps, step_folder, step_of
 from titanlite.config.build import show
 from titanlite.durable import require_reachable, write_durably
 from titanlite.errors import CheckpointError, nearest
+from titanlite.hub import is_hub_name
 from titanlite.json_file import MALFORMED, read_json
 
 _KEY = "checkpoint.initial_load_path"
@@ -29,13 +30,15 @@ def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
         run: folder of the run that branches off. If it records a step for this path, that step is taken.
 
     Returns:
-        None if `path` is empty or another kind of folder, such as one in Hugging Face's layout.
+        None if `path` is empty, a name of the hub, or another kind of folder, such as one in Hugging Face's layout.
 
     Raises:
         CheckpointError: the other run has no complete checkpoint, or its checkpoint of the recorded step is gone; or
             the folder does not exist, but other runs or checkpoints are beside it.
     """
     folder = Path(os.path.expanduser(path))
+    if is_hub_name(path):
+        return None
     require_reachable(folder / "config.json")
     if not path or os.path.exists(folder / "config.json"):
         return None

@@ -9,7 +9,6 @@ run starts, each rank reads one parameter after the other and keeps its slice.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateImportUsage=false
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Generator, Mapping
@@ -29,12 +28,13 @@ from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.checkpoint.store import require_none, require_same
 from titanlite.config.architectures import ARCHITECTURES, Architecture
-from titanlite.config.hugging_face import ONE_FILE, config_json, weight_files, without_place
+from titanlite.config.hugging_face import INDEX, ONE_FILE, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
 from titanlite.errors import CheckpointError, describe
 from titanlite.float8.weight import local_data
+from titanlite.hub import folder_of
 from titanlite.models.find import build_model
 from titanlite.models.hugging_face import our_weight, their_weights
 from titanlite.parallel.initialise import local_slice
@@ -131,7 +131,7 @@ def check_weights(path: str, architecture: str, model: nn.Module) -> None:
 @contextmanager
 def _folder_of(path: str, who: str) -> Generator[Path]:
     try:
-        yield Path(os.path.expanduser(path))
+        yield folder_of(path)
     except (OSError, SafetensorError) as error:
         saw, want = f"{path} ({error})", "safetensors that every rank can read"
         raise CheckpointError.of(who, "checkpoint.initial_load_path", saw, want, "fetch the folder again") from error
@@ -230,7 +230,7 @@ def _write_weights(
     if len(files) > 1:
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        _write_json(folder / f"{ONE_FILE}.index.json", index)
+        _write_json(folder / INDEX, index)
 
 
 def _weights_by_file(n_bytes: Mapping[str, int]) -> list[list[str]]:
@@ -252,7 +252,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
 
     kind: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer):
-        given, content = Path(os.path.expanduser(tokenizer.name)).parent, tokenizer.as_used()
+        given, content = tokenizer.path.parent, tokenizer.as_used()
         if (given / "tokenizer_config.json").is_file():
             kind = json.loads((given / "tokenizer_config.json").read_text(encoding="utf-8"))
         if (given / "special_tokens_map.json").is_file():

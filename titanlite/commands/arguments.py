@@ -16,13 +16,16 @@ from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 TAKES_CONFIG = "FILE [--section.key VALUE ...]"
-TARGET = {"TARGET": "a run's folder, one of its checkpoints (step-...), or a folder with config.json and safetensors"}
+TARGET = {
+    "TARGET": "a run's folder, one of its checkpoints (step-...), a folder with config.json and safetensors, or "
+    "hf:OWNER/MODEL[@REVISION]"
+}
 """The word of a command that takes a trained model."""
-ONE_TARGET = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
+ONE_TARGET = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout; or hf:OWNER/MODEL"
 OF_TARGET = {
     "--step N": "step of the run's checkpoint; default: the newest",
     "--ema": "use the average of weights that optimizer.ema_decay has kept",
-    "--tokenizer FILE": "the model's tokenizer.json, if it is not where the run, or the folder, has it",
+    "--tokenizer FILE": "the model's tokenizer.json, or hf:OWNER/MODEL, if the run or the folder does not have it",
 }
 """The flags of a command that takes a trained model."""
 Number = TypeVar("Number", int, float)

@@ -21,6 +21,7 @@ from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.evaluation.requests import EncodedTask, encode_task
 from titanlite.evaluation.tasks import HUB, load_tasks
+from titanlite.hub import is_hub_name
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.output_file import require_place, writable
 from titanlite.preflight.trained_model import TrainedModel, find_trained_model
@@ -48,6 +49,9 @@ def run(argv: Sequence[str]) -> int:
     """Evaluate a model on tasks, in this process or together with the other processes that a launcher has started."""
     word, given = COMMAND.read_word(argv, ONE_TARGET, "outputs/run")
     check_launcher()
+    if is_hub_name(word) and "--out" not in given:
+        want = "a file for the answers, as a model of the hub has no folder of yours"
+        raise ConfigError.of("command line", "--out", "", want, "--out evaluation.json")
     of = given.get("--step"), given.get("--tokenizer"), "--ema" in given
     target = find_trained_model(_WHERE, Path(os.path.expanduser(word)), *of)
     tasks = [task for task in given.get("--tasks", "").split(",") if task] or target.config.evaluation.tasks

@@ -1,16 +1,19 @@
-"""Write a checkpoint of a run as a folder that Hugging Face's transformers loads."""
+"""Write a checkpoint of a run as a folder that Hugging Face's transformers loads, and push it to the hub if asked."""
 
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import titanlite
 from titanlite.checkpoint import publish
 from titanlite.commands.arguments import Command
+from titanlite.commands.model_card import model_card
 from titanlite.comparison.run_paths import require_runs
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.hub import push, require_login
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.trained_model import asked_step, trained_tokenizer
 
@@ -24,14 +27,15 @@ COMMAND = Command(
         "--ema": "write the average of weights that optimizer.ema_decay has kept, in their place",
         "--out FOLDER": "folder to create; default: hugging_face/step-<step>, or step-<step>-ema, in the run folder",
         "--dtype DTYPE": "dtype of the weights, bfloat16 or float32; default: the run's compute dtype",
-        "--tokenizer FILE": "the run's tokenizer.json, if it is no longer where data.tokenizer says",
+        "--tokenizer FILE": "the run's tokenizer.json, if it is no longer where data.tokenizer says; or hf:OWNER/MODEL",
+        "--push NAME": "push it, with a model card, to OWNER/MODEL of the Hugging Face hub; a new one is private",
     },
     takes="RUN",
 )
 
 
 def run(argv: Sequence[str]) -> int:
-    """Export a checkpoint of a run into a new folder, and print the folder's path."""
+    """Export a checkpoint of a run into a new folder, push it if asked, and print the commit's URL and the path."""
     word, given = COMMAND.read_word(argv, "one run's folder", "outputs/run")
     folder = RunFolder(word)
     require_runs("titanlite export", [folder.path])
@@ -41,7 +45,9 @@ def run(argv: Sequence[str]) -> int:
     checkpoint = publish.step_folder(folder.checkpoints, step)
     averaged = "--ema" in given
     out = Path(given.get("--out", folder.path / "hugging_face" / f"{checkpoint.name}{'-ema' * averaged}"))
-    _check_target(config, out, dtype)
+    _check_target(config, out, dtype, given.get("--push"))
+    if repo := given.get("--push"):
+        require_login(repo, "--push")  # before an export that may take long
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
     from titanlite.checkpoint.resume import dims_of, require_average
@@ -57,6 +63,12 @@ def run(argv: Sequence[str]) -> int:
     export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, say, averaged=averaged)
     if tokenizer is None:
         _print_line("  no tokenizer: the run read token files")
+    if repo:
+        card = model_card(folder, config, state, repo.rpartition("/")[2], averaged)
+        (out / "README.md").write_text(card, encoding="utf-8")
+        message = f"Step {step:,}, by titanlite {titanlite.__version__}"
+        _print_line(f"  pushed to {push(out, repo, message, '--push')}")
+        _print_line("  a new model of the hub is private until its settings there say otherwise")
     _print_line(str(out))
     return 0
 
@@ -66,7 +78,7 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _check_target(config: Config, out: Path, dtype: str) -> None:
+def _check_target(config: Config, out: Path, dtype: str, repo: str | None) -> None:
     problems: list[Problem] = []
     if dtype not in _DTYPES:
         problems.append(Problem("--dtype", dtype, " or ".join(_DTYPES), f"--dtype {_DTYPES[0]}"))
@@ -75,7 +87,9 @@ def _check_target(config: Config, out: Path, dtype: str) -> None:
         fix = "read the checkpoint's safetensors (docs/checkpoint.md)"
         problems.append(Problem("model.file", f'"{config.model.file}"', want, fix))
     if os.path.lexists(out):
-        problems.append(Problem("--out", str(out), "a folder that does not exist yet", "name another, or delete it"))
+        fix = "name another, or delete it"
+        fix += f"; or push what is there: hf upload {repo} {out} --private" if repo else ""
+        problems.append(Problem("--out", str(out), "a folder that does not exist yet", fix))
     elif os.path.lexists(tmp := out.with_name(f"{out.name}.tmp")):
         want = (
             f"no {tmp}, where an export writes first: another export is running or was killed, or it is something else"

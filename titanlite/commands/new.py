@@ -32,7 +32,7 @@ COMMAND = Command(
         "FILE": "the config to write, which must not exist; default: the model's name, as llama3-8b.toml",
         f"{_MODEL} NAME-FLAVOR": "what to train, as llama3-8B (`titanlite recipes model` lists them); 8B is llama3's",
         f"{_DATA} SOURCE": "text to train on, as data.source: python_stdlib, files, or hf:<dataset>",
-        f"{_TOKENIZER} PATH": "tokenizer.json, or bytes; default: bytes",
+        f"{_TOKENIZER} PATH": "tokenizer.json, hf:OWNER/MODEL, or bytes; default: bytes",
         f"{_TOKENS} N": "tokens to train on, as 20B or 1.5e9; default: 20 for each parameter that a token uses",
         f"{_GPU} NAME": f"plan for this GPU instead of those here: {', '.join(GPU_NAMES)}",
         f"{_GIB} GIB": "memory of each GPU, if it is not that GPU's; without --gpu, that of the nearest in memory",

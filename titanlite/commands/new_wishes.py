@@ -11,6 +11,7 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config, Model
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.hub import folder_of, is_hub_name
 from titanlite.preflight.output_file import require_new
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import is_part
@@ -39,7 +40,7 @@ class Wishes:
     @property
     def lacks_tokenizer(self) -> bool:
         """Return whether the tokenizer is only on the other machine. The model's vocabulary is then kept."""
-        is_here = self.tokenizer == "bytes" or os.path.isfile(os.path.expanduser(self.tokenizer))
+        is_here = self.tokenizer == "bytes" or is_hub_name(self.tokenizer) or os.path.isfile(folder_of(self.tokenizer))
         return self.is_elsewhere and not is_here
 
 

@@ -17,6 +17,7 @@ from titanlite.config.recipe_schema import ModelDims, OwnRule
 from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError, nearest
+from titanlite.hub import fetch_description, is_hub_name, resolve_name
 from titanlite.recipes import Kind, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -89,12 +90,18 @@ def _rules_of(file: str) -> Mapping[str, OwnRule]:
 
 
 def _of_folder(argv: Sequence[str], folder: str) -> str:
-    """Return the text of a recipe file for the model in `folder`. Refuse a kind in `argv` other than model."""
+    """Return the text of a recipe file for the model in `folder`, or of that name of the hub.
+
+    A kind in `argv` other than model is refused.
+    """
     problems = Problems(Origin("command line"))
     if argv != ["model"]:
         want, fix = "the kind whose recipes are dimensions: model", f"titanlite recipes model {_FROM} {folder}"
         problems.add(_FROM, " ".join(argv), want, fix)
         problems.raise_all(RecipeError)
+    if is_hub_name(folder):
+        folder, _ = resolve_name(folder, _FROM)
+        fetch_description(folder, _FROM)
     found = recipe_of(folder, problems, _FROM)
     problems.raise_all(RecipeError)
     architecture, recipe = cast("tuple[str, ModelDims]", found)

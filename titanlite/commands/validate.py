@@ -25,6 +25,7 @@ from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.hub import missing_weights
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
@@ -79,7 +80,10 @@ def _of_host_and_folder(
     warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():
         warnings.append(lack_of_memory(config, foreseen.trained))
-    found = start_of(folder.checkpoints, config)
+    found, path = start_of(folder.checkpoints, config), config.checkpoint.initial_load_path
+    if found is None and (missing := missing_weights(path)):
+        n = f"{len(missing)} file{'s' * (len(missing) > 1)}"
+        notices.append(f"{n} of weights of {path} will be fetched at the start, and then compared with the model")
     if config.checkpoint.enable:
         warnings.append(lack_of_disk_space(folder.checkpoints, config, foreseen.saved))
     if found is not None:

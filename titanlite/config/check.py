@@ -26,6 +26,7 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 from titanlite.extras import missing_packages
+from titanlite.hub import is_hub_name, wrong_name
 
 _FROM_HOME = (  # keys of paths that may begin with ~, a home folder
     "job.dump_folder",
@@ -175,6 +176,9 @@ def _check_names(config: Config, problems: Problems) -> None:
         if "://" in attrgetter(key)(config):
             fix = "mount what is behind the URL, and name the folder that it is mounted on"
             refuse(key, "a folder of this host's, and no URL", fix)
+    for key in ("data.tokenizer", "checkpoint.initial_load_path"):
+        if is_hub_name(text := attrgetter(key)(config)) and (wrong := wrong_name(text)):
+            refuse(key, *wrong)
     for key, file in (("model.file", config.model.file), ("optimizer.file", config.optimizer.file)):
         check_file(key, file, problems)
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:

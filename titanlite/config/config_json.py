@@ -5,7 +5,6 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from titanlite.config.architectures import ARCHITECTURES, Architecture
@@ -15,6 +14,7 @@ from titanlite.config.hugging_face import computed, layer_types, model_keys, rec
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ROUTER_TRAINING, ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config
+from titanlite.hub import HUB, folder_of, is_hub_name, wrong_name
 from titanlite.json_file import MALFORMED, read_json
 
 KEY = "checkpoint.initial_load_path"
@@ -28,7 +28,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
 
     If titanlite cannot compute this model, add problems at the config key `key`, and return None.
     """
-    file = Path(os.path.expanduser(path)) / "config.json"
+    file = folder_of(path) / "config.json"
     try:
         content = cast(dict[str, Any], read_json(file))
         kind = content.get("model_type")
@@ -173,10 +173,13 @@ def _value_said(value: object) -> str:
 
 
 def check_weight_files(path: str, problems: Problems, key: str) -> None:
-    """Add a problem if files of weights are missing from a folder, or if their index is damaged."""
+    """Add a problem if files of weights are missing from a folder, or if their index is damaged.
+
+    Those of a model of the hub need not be there yet: `hub.fetch_description` has found that the hub has them.
+    """
     try:
-        folder = Path(os.path.expanduser(path))
-        if missing := [file.name for file in weight_files(folder) if not file.is_file()]:
+        missing = [file.name for file in weight_files(folder_of(path)) if not file.is_file()]
+        if missing and not is_hub_name(path):
             want = f"{', '.join(missing)} in it"
             problems.add(key, show(path), want, "fetch the folder again, with its safetensors")
     except _UNREADABLE as error:
@@ -205,11 +208,11 @@ _UNREADABLE = (OSError, *MALFORMED)
 
 def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -> None:
     """Add the problem that `path` is no folder in Hugging Face's layout, with advice on what was probably meant."""
-    folder = Path(os.path.expanduser(path))
+    folder = folder_of(path)
     saw = show(path)
     if isinstance(error, FileNotFoundError) and os.path.isdir(folder) and not (folder / "config.json").exists():
         saw += ", which has no config.json"
     want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
-    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not os.path.isdir(folder.parent)
-    fix = f"correct the path{f'; or fetch it: hf download {path} --local-dir FOLDER' if is_name else ''}"
+    is_name = wrong_name(f"{HUB}{path}") is None and not os.path.isdir(folder.parent)
+    fix = f"correct the path{f'; or, for the model of the hub, {show(HUB + path)}' if is_name else ''}"
     problems.add(key, saw, want, fix)

@@ -20,7 +20,8 @@ from titanlite.config.schema import Model
 from titanlite.errors import Problem
 from titanlite.json_file import read_json
 
-ONE_FILE = "model.safetensors"  # the index of several files is `model.safetensors.index.json`
+ONE_FILE = "model.safetensors"
+INDEX = f"{ONE_FILE}.index.json"  # of several files
 _SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -122,7 +123,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError, LookupError, TypeError: the index is damaged, or names a file outside of the folder.
     """
-    index = folder / f"{ONE_FILE}.index.json"
+    index = folder / INDEX
     if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # transformers prefers ONE_FILE to an index
         return [folder / ONE_FILE]
     named = cast(dict[str, dict[str, str]], read_json(index))["weight_map"]

@@ -102,7 +102,7 @@ class Data:
     """The text to train on. It is tokenized once into token shards, which every run memory-maps."""
 
     source: str = key("python_stdlib", "`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl (also .gz, .zst), .parquet or token (.bin) files, the same but for token files behind a URL (`s3://`, `gs://`, `https://`), or `hf:<dataset>[:<config>[:<split>]]`.")
-    tokenizer: str = key("bytes", "`bytes` (256 ids, NUL separates documents) or the path of a tokenizer.json.")
+    tokenizer: str = key("bytes", "`bytes` (256 ids, NUL separates documents), the path of a tokenizer.json, or `hf:OWNER/MODEL[@REVISION]`: that of a model of the Hugging Face hub.")
     add_bos_token: bool = key(False, "Begin each document with the tokenizer's token for that, as `<|begin_of_text|>`: the `bos_token` of the tokenizer_config.json beside it. Not for token files.")
     text_key: str = key("text", "Field that holds the text of a .jsonl or .parquet record, or of a dataset's row.")
     document_mask: bool = key(True, "Attend within documents alone: attention, positions and targets end where a document does. Without it a sample is read as one text.")
@@ -244,7 +244,7 @@ class Checkpoint:
     keep_latest_k: NonNegativeInt = key(3, "Complete checkpoints to keep. 0: all.")
     async_mode: Literal["disabled", "async"] = key("disabled", "`disabled`: training waits until the checkpoint is written. `async`: training waits only until the tensors are copied to host memory; a thread then writes them.")
     resume: Literal["auto", "never"] | PositiveInt = key("auto", "`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A number: the checkpoint of that step.")
-    initial_load_path: str = key("", "Folder that a fresh run begins from; ignored when resuming. In Hugging Face's layout (config.json, safetensors): its weights. A run of titanlite, or one of its checkpoints: weights, optimizer and place in the data, to go on from as a branch. Empty: random weights from `training.seed`.")
+    initial_load_path: str = key("", "Folder that a fresh run begins from; ignored when resuming. In Hugging Face's layout (config.json, safetensors): its weights. A run of titanlite, or one of its checkpoints: weights, optimizer and place in the data, to go on from as a branch. `hf:OWNER/MODEL[@REVISION]`: the weights of a model of the Hugging Face hub. Empty: random weights from `training.seed`.")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from titanlite.data.token_files import check_ids
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.durable import disk_space_in
 from titanlite.errors import DataError
+from titanlite.hub import is_hub_name, read_name
 from titanlite.redact import redact_urls
 
 
@@ -36,7 +37,10 @@ class Preparation:
     @cached_property
     def folder(self) -> Path:
         """Return the folder of the shards, which may not exist yet."""
-        source, name = redact_urls(self.source.name), Path(self.tokenizer.name).stem if self.tokenizer else self.dtype
+        source, name = redact_urls(self.source.name), self.dtype
+        if self.tokenizer:  # without the commit of a name of the hub: the key has what the tokenizer does
+            given = self.tokenizer.name
+            name = read_name(given, "").repo if is_hub_name(given) else Path(given).stem
         key = self._hash(source, self.stamps)
         return Path(os.path.expanduser(self.data.cache_dir)) / f"{_slug(source)}-{_slug(name)}-{key}"
 

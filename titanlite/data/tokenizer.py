@@ -1,10 +1,11 @@
 """Load tokenizers, which turn text into token ids, and find the id that separates documents.
 
 The tokenizer `bytes` needs no file: its 256 ids are the UTF-8 bytes, and NUL separates documents. All others are a
-`tokenizer.json` of Hugging Face, read by the `tokenizers` library. Special tokens inside a text are encoded as ordinary
-text, so that a web page about <|endoftext|> does not end a document. Truncation, padding, dropout and the tokens that
-the file's post_processor adds would change the corpus and are switched off, which the attribute `unused` reports.
-`as_used` returns the file without these settings. `data.add_bos_token` adds the token that begins documents.
+`tokenizer.json` of Hugging Face, read by the `tokenizers` library; `hf:OWNER/MODEL` is that of a model of the hub.
+Special tokens inside a text are encoded as ordinary text, so that a web page about <|endoftext|> does not end a
+document. Truncation, padding, dropout and the tokens that the file's post_processor adds would change the corpus and
+are switched off, which the attribute `unused` reports. `as_used` returns the file without these settings.
+`data.add_bos_token` adds the token that begins documents.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import numpy as np
 
 from titanlite.durable import require_reachable
 from titanlite.errors import DataError
+from titanlite.hub import HUB, fetch_tokenizer, folder_of, is_hub_name, wrong_name
 from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
@@ -64,7 +66,7 @@ class FileTokenizer:
         except Exception as e:  # the library raises plain Exception
             raise _unusable(name, f"which is no tokenizer: {e}") from e
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.name = name
+        self.name, self.path = name, path
         self.vocab_size = max(ids.values(), default=-1) + 1
         special = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         ends = "a token that separates documents"
@@ -170,26 +172,32 @@ def panics_raised() -> Iterator[None]:
 
 
 def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json.
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, a tokenizer.json, or that of a model of the hub.
 
     Raises:
-        DataError: the file is missing or is no tokenizer, or has no token that ends (`add_bos`: begins) documents.
+        DataError: the file is missing, cannot be fetched or is no tokenizer, or has no token that ends (`add_bos`:
+            begins) documents.
     """
     if tokenizer == "bytes":
         if add_bos:
             want, fix = "false with tokenizer `bytes`, which has no such token", "false, or name a tokenizer.json"
             raise DataError.of("data", "data.add_bos_token", "true", want, fix)
         return ByteTokenizer()
-    path = Path(os.path.expanduser(tokenizer))
+    path = tokenizer_file(tokenizer)
     require_reachable(path)
     if os.path.isfile(path / "tokenizer.json"):
         raise _unusable(tokenizer, "which is a folder", f"data.tokenizer = {str(path / 'tokenizer.json')!r}")
     if not os.path.isfile(path):
         fix = "correct the path"
-        if tokenizer.count("/") == 1 and not tokenizer.startswith((".", "/", "~")) and path.suffix != ".json":
-            fix += f"; or fetch it: hf download {tokenizer} tokenizer.json tokenizer_config.json --local-dir FOLDER"
+        if path.suffix != ".json" and wrong_name(f"{HUB}{tokenizer}") is None:
+            fix += f"; or, for the tokenizer of a model of the hub, {HUB}{tokenizer}"
         raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", fix)
     return FileTokenizer(tokenizer, path, add_bos)
+
+
+def tokenizer_file(tokenizer: str) -> Path:
+    """Return the path of the tokenizer.json that a text other than `bytes` names; fetch it if it is of the hub."""
+    return fetch_tokenizer(tokenizer, "data.tokenizer") if is_hub_name(tokenizer) else folder_of(tokenizer)
 
 
 def has_bos(tokenizer: str) -> bool:
@@ -246,4 +254,5 @@ def _special_token(
 
 
 def _unusable(name: str, saw: str, fix: str = "name a tokenizer.json as Hugging Face writes it, or bytes") -> DataError:
-    return DataError.of("data", "data.tokenizer", f"{name!r}, {saw}", "`bytes`, or the path of a tokenizer.json", fix)
+    want = f"`bytes`, the path of a tokenizer.json, or {HUB}OWNER/MODEL"
+    return DataError.of("data", "data.tokenizer", f"{name!r}, {saw}", want, fix)

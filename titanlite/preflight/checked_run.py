@@ -5,7 +5,7 @@ train.py and the commands that take a config begin here. torch is imported only 
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ from titanlite.preflight.hints import (
     unaligned_vocabulary,
     unread_environment,
 )
+from titanlite.preflight.hub_names import Pin, names_hub, pin_names
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import (
     branch_of,
@@ -64,6 +65,7 @@ class CheckedRun:
     hints: tuple[str, ...] = ()  # notes on settings that work, but have no effect or a drawback
     warnings: tuple[str, ...] = ()  # notes on settings that work, but are probably not as meant
     saved: SavedState | None = None  # the state in the run's newest checkpoint, without tensors
+    pins: tuple[Pin, ...] = ()  # of names of the hub
 
 
 class _Checks:
@@ -100,13 +102,16 @@ class _Checks:
         return None
 
 
-def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
+def checked_run(
+    argv: Sequence[str], world_size: int | None = None, has_weights: bool = True, is_start: bool = False
+) -> CheckedRun:
     """Read and check everything that the arguments of train.py ask for; data is checked, not loaded.
 
     Args:
         argv: command-line arguments of train.py.
         world_size: number of processes; None: unknown.
         has_weights: whether the weights that the run starts from must be on this host.
+        is_start: whether this is a rank of a start, which records the commits of names of the hub.
 
     Raises:
         ConfigError: with all problems found. Checks that need a wrong key are left out.
@@ -117,6 +122,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     checks, origin = _Checks(problems), problems.origin
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))
+    config, pins = _with_commits(config, checks, world_size, unread, has_weights, is_start)
     dims = attempt(lambda: _dims_of_run(config, origin), "model", "job.recipe_dirs")
     attempt(lambda: config_problems(config, dims, world_size, origin, unread).raise_all())
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
@@ -172,9 +178,25 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
     hints = [steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused]
-    hints += [cut] if is_look else []
+    hints += [*(pin.notice for pin in pins), cut if is_look else None]
     said, warned = (tuple(filter(None, texts)) for texts in (hints, warnings))
-    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, said, warned, saved)
+    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, said, warned, saved, pins)
+
+
+def _with_commits(
+    config: Config, checks: _Checks, world: int | None, unread: Collection[str], has_weights: bool, is_start: bool
+) -> tuple[Config, tuple[Pin, ...]]:
+    """Resolve names of the hub, but first raise every problem that is known without the network."""
+    if not names_hub(config):
+        return config, ()
+    checks.attempt(lambda: config_problems(config, None, world, checks.origin, unread).raise_all())
+    found = None
+    if not checks.problems:
+        asks = {"has_weights": has_weights, "is_start": is_start}
+        found = checks.attempt(lambda: pin_names(config, is_fresh=not resumes(config), **asks))
+    if found is None:
+        raise checks.problems.error(ConfigError)
+    return found
 
 
 def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:

@@ -5,7 +5,6 @@
 
 import os
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from titanlite.config.build import show
@@ -15,7 +14,8 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
 from titanlite.data.stages import StageTable
-from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
+from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for, tokenizer_file
+from titanlite.hub import folder_of
 from titanlite.json_file import parse_json
 from titanlite.observe.wandb import has_login
 
@@ -67,7 +67,7 @@ def trained_on(config: Config, inputs: Inputs) -> list[str]:
 
 def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
     """Return a warning if `data.tokenizer` differs from the tokenizer.json in the folder of the initial weights."""
-    theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
+    theirs = folder_of(config.checkpoint.initial_load_path) / "tokenizer.json"
     if not os.path.isfile(theirs) or not inputs.is_text:
         return None
     try:
@@ -75,7 +75,7 @@ def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
         if config.data.tokenizer == "bytes":
             is_same = len(parse_json(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
         else:
-            ours = Path(os.path.expanduser(config.data.tokenizer)).read_bytes()
+            ours = tokenizer_file(config.data.tokenizer).read_bytes()
             is_same = ours == content or _of_text(ours) == _of_text(content)
     except (OSError, ValueError, LookupError, TypeError):  # an unreadable file counts as different
         is_same = False

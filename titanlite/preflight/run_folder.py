@@ -59,6 +59,7 @@ class RunFolder:
         self.receipt = self.path / "receipt.json"
         self.save_list = self.path / "activation_checkpoint.toml"
         self.status = self.path / "status.json"
+        self.hub = self.path / "hub.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
@@ -152,6 +153,12 @@ class RunFolder:
             write_durably(self.save_list, save_list_toml)
         write_durably(self.config, config_toml)
         return kept
+
+    def record_hub(self, config: Config, text: str) -> None:
+        """Write `hub.json`, before the folder is claimed; raise ConfigError, as `claim` does, if that is impossible."""
+        with self._access_explained(config):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_durably(self.hub, text)
 
     @contextmanager
     def write_errors_explained(self) -> Iterator[None]:

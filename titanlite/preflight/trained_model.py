@@ -16,9 +16,10 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config, Model, Training
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer, panics_raised
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer, panics_raised, tokenizer_file
 from titanlite.durable import require_reachable
 from titanlite.errors import CheckpointError, ConfigError
+from titanlite.hub import HUB, fetch_description, fetch_weights, folder_of, is_hub_name, resolve_name
 from titanlite.json_file import read_json
 from titanlite.preflight.run_folder import RunFolder
 
@@ -49,6 +50,10 @@ def find_trained_model(
     command: str, path: Path, step: str | None, tokenizer: str | None, averaged: bool
 ) -> TrainedModel:
     """Find out whether `path` is a run, a checkpoint or a model's folder, and read everything but the weights."""
+    if is_hub_name(str(path)):
+        if averaged:
+            raise _no_average(str(path))
+        return _of_hub_folder(command, _fetched(str(path)), tokenizer)
     require_reachable(path / "config.toml")
     if (path / "config.toml").is_file():
         return _of_run(command, RunFolder(path), step, tokenizer, averaged)
@@ -66,13 +71,25 @@ def find_trained_model(
         raise ConfigError.of(command, "TARGET", f"{show(str(path))}, which is none itself", want, fix)
     if not path.exists():
         want = "the folder of a run, a checkpoint, or a model in Hugging Face's layout; there is none of this name"
-        fix = "correct the path; a model of the hub is fetched by `hf download NAME --local-dir FOLDER`"
+        fix = f"correct the path; a model of the hub is {HUB}OWNER/MODEL"
         raise ConfigError.of(command, "TARGET", show(str(path)), want, fix)
-    target = _of_hub_folder(command, path, tokenizer)
+    target = _of_hub_folder(command, str(path), tokenizer)
     if averaged:
-        want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
-        raise ConfigError.of("command line", "--ema", str(path), want, fix)
+        raise _no_average(str(path))
     return target
+
+
+def _no_average(path: str) -> ConfigError:
+    want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
+    return ConfigError.of("command line", "--ema", path, want, fix)
+
+
+def _fetched(name: str) -> str:
+    """Fetch a model of the hub, but for its tokenizer; return its name with the commit."""
+    name = resolve_name(name, "TARGET")[0]
+    fetch_description(name, "TARGET")
+    fetch_weights(name, "TARGET")
+    return name
 
 
 def _models_in(folder: Path) -> list[Path]:
@@ -105,34 +122,36 @@ def _of_run(command: str, folder: RunFolder, step: str | None, tokenizer: str | 
     return TrainedModel(folder.path, config, dims, found, config.training.seq_len, checkpoint, averaged)
 
 
-def _of_hub_folder(command: str, path: Path, tokenizer: str | None) -> TrainedModel:
+def _of_hub_folder(command: str, path: str, tokenizer: str | None) -> TrainedModel:
+    """Read a folder in Hugging Face's layout; `path` is its path, or a name of the hub that was fetched."""
     problems = Problems(Origin(command))
-    found = recipe_of(str(path), problems, "TARGET")
+    found = recipe_of(path, problems, "TARGET")
     if found is not None:
-        check_weight_files(str(path), problems, "TARGET")
+        check_weight_files(path, problems, "TARGET")
     problems.raise_all()
     assert found is not None  # noqa: S101  # else `raise_all` has raised
     architecture, dims = found
-    content: dict[str, Any] = read_json(path / "config.json")
+    folder = folder_of(path)
+    content: dict[str, Any] = read_json(folder / "config.json")
     stored = content.get("dtype") or content.get("torch_dtype")  # transformers 5 writes "dtype"
     dtype = "bfloat16" if stored == "bfloat16" else "float32"
-    file = tokenizer or str(path / "tokenizer.json")
+    file = tokenizer or (path if is_hub_name(path) else str(folder / "tokenizer.json"))
     model = Model(name=architecture, flavor=FROM_CHECKPOINT)
     config = Config(model=model, training=Training(mixed_precision_param=dtype))
-    config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=str(path)))
+    config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=path))
     trained = content.get("max_position_embeddings")
     longest = dims.max_seq_len or (trained if isinstance(trained, int) and trained > 0 else Training.seq_len)
-    return TrainedModel(path, config, dims, load_tokenizer(file, _begins_with_bos(file)), longest)
+    return TrainedModel(folder, config, dims, load_tokenizer(file, _begins_with_bos(file)), longest)
 
 
 def _begins_with_bos(file: str) -> bool:
     """Return whether a tokenizer.json makes transformers put a token, as BOS, before each text."""
     import tokenizers
 
-    if not os.path.isfile(path := os.path.expanduser(file)):
+    if file == "bytes" or not os.path.isfile(path := tokenizer_file(file)):
         return False
     with suppress(Exception), panics_raised():  # no tokenizer (`load_tokenizer` refuses it), or no token for "a"
-        tokenizer = tokenizers.Tokenizer.from_file(path)
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
         whole, bare = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
         return len(whole) > len(bare) and whole[0] != bare[0]
     return False
@@ -175,8 +194,9 @@ def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) 
     """
     if not fingerprint:
         return None
-    require_reachable(os.path.expanduser(name))
-    is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
+    path = tokenizer_file(name)
+    require_reachable(path)
+    is_there = name == "bytes" or os.path.isfile(path)
     tokenizer = load_tokenizer(name, add_bos) if is_there else None
     if tokenizer is None or tokenizer.fingerprint != fingerprint:
         saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"

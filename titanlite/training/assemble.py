@@ -42,6 +42,7 @@ from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.search import check_budget
 from titanlite.forecast.time_activations import time_block
+from titanlite.hub import missing_weights, read_name
 from titanlite.models.experts import GroupedProjection, count_parameters, has_experts, product_names
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Projection
@@ -105,13 +106,14 @@ class Foreseen:
 def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
     """Assemble a run without memory, for the checks and facts that need its model.
 
-    `world` is the number of processes; None: the fewest that the run can have.
+    `world` is the number of processes; None: the fewest that the run can have. Initial weights of the hub that this
+    host lacks are not compared with the model: a start fetches them before it calls this.
 
     Raises:
         TitanliteError: as `assembled` raises it, or the initial weights are of another model.
     """
     config, path = asked.config, asked.config.checkpoint.initial_load_path
-    if path and not resumes(config) and branch_of(config) is None:
+    if path and not resumes(config) and branch_of(config) is None and not missing_weights(path):
         check_weights(path, config.model.name, build_model(config.model, asked.dims, longest_seq_len(config)))
     with assembled(asked, world) as made:
         rules = {name: own.rule for name, own in made.settings.items()}
@@ -177,6 +179,8 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts(model))
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "python": platform.python_version()}
     receipt.add(Entry("environment", None, {**versions, "device": device.name}, count=1))
+    for pin in asked.pins:
+        receipt.add(Entry(pin.key, pin.asked, {"commit": read_name(pin.name, pin.key).revision}, count=1))
     if device.is_gpu:
         receipt.add(choose_attention(device, config, dims))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))

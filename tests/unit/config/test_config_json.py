@@ -291,7 +291,7 @@ def test_a_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for path in ("checkpoints/Qwen3", "checkpoints/nosuch", tmp_path):
         assert refusal(path).endswith("fix:  correct the path")
     for name in ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B"):
-        assert f"or fetch it: hf download {name} --local-dir FOLDER" in refusal(name)
+        assert f'or, for the model of the hub, "hf:{name}"' in refusal(name)
     (tmp_path / "config.json").write_text("[]")
     assert "in Hugging Face's layout" in refusal(tmp_path)
     with pytest.raises(ConfigError, match=r"model.file"):

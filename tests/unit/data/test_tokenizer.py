@@ -247,7 +247,10 @@ NO_FILE = "', and there is no such file"
     [
         ("x" * 300, f"x{NO_FILE}"),
         *((name, rf"data.tokenizer = '{name}{NO_FILE}(.|\n)*correct the path\Z") for name in ("./nope", "a/nope.json")),
-        ("Qwen/Qwen3-0.6B", r"fix:  correct the path; or fetch it: hf download Qwen/Qwen3-0\.6B tokenizer\.json "),
+        (
+            "Qwen/Qwen3-0.6B",
+            r"fix:  correct the path; or, for the tokenizer of a model of the hub, hf:Qwen/Qwen3-0\.6B",
+        ),
         ("other.json", "which is no tokenizer"),
         ("folder", r"which is a folder(.|\n)*fix:  data.tokenizer = .*tokenizer\.json"),
         ("empty.json", "a token that separates documents"),
