@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import huggingface_hub.constants
 import pytest
 
-TOKEN = "hf_" + "SecretOfThisUser0123456789abcdefgh"  # as the pattern of real ones
+TOKEN = "hf_oauth_" + "secret_of_this_user"  # which no pattern of `redact` knows
 
 
 class Server(http.server.ThreadingHTTPServer):

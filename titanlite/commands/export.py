@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run as a folder that Hugging Face's transformers loads, and push it to the hub if asked."""
+"""Write a checkpoint of a run as a folder that Hugging Face's transformers loads, and push it if asked."""
 
 import os
 import sys

@@ -49,11 +49,13 @@ def model_card(folder: RunFolder, config: Config, state: SavedState, title: str,
     )
     weights = "the moving average of its weights" if averaged else "its weights"
     began = f", which began from `{start}`" if is_hub_name(start) else ""
-    name = f"{ARCHITECTURES[config.model.name].hub_class}, {config.model.flavor}"
+    name = (
+        f"{ARCHITECTURES[config.model.name].hub_class} of {state.model['n_layers']} layers, {state.model['dim']} wide"
+    )
     samples = [row for row in read_samples(folder.samples) if row[0] <= state.step]
     parts = [
         f"---\n{head.to_yaml()}\n---\n\n# {title}",
-        f"{name}: {weights} after {state.step:,} steps of a run{began}.",
+        f"{name}: {weights} at step {state.step:,} of a run{began}.",
         "## Training\n\n" + _table(["", ""], _facts(folder, config, state, sources, rows)),
         "## Loss\n\n" + _table(["", "value", "step"], losses) if (losses := _last(rows, _LOSSES)) else "",
         _evaluation(folder, state, rows, averaged),

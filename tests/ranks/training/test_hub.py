@@ -45,7 +45,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict[str, bytes])
     with Server() as server:
         server.publish("me/base", base)
         hub_server.use(monkeypatch, server, tmp_path / "home")
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "token").write_text(TOKEN)  # as `hf auth login` does
         yield server
         server.shutdown()
 
@@ -53,7 +55,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict[str, bytes])
 def require_no_token(*folders: Path, said: str) -> None:
     """No file and no line has the token."""
     assert TOKEN not in said
-    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file() and path.name != "token"):
         assert TOKEN.encode() not in path.read_bytes(), path
 
 
@@ -86,6 +88,10 @@ def test_ranks_fetch_each_file_once_and_later_starts_keep_the_commit(
     alone = desk.run("of the third", 1, *STILL, LOADS, "--job.stop_after=1")
     weights = {name: digest for name, digest in trained.content(2).items() if name.startswith("model/")}
     assert {name: alone.content(1)[name] for name in weights} == weights
+    assert export([str(alone.folder), "--out", str(tmp_path / "out"), "--push", "me/more"]) == 0
+    card = hub.commits["me/more"][hub.branches["me/more"]["main"]]["README.md"].decode()
+    assert "base_model: me/base\n" in card
+    assert "wide: its weights at step 1 of a run, which began from `hf:me/base@" in card
     hub_server.use(monkeypatch, hub, tmp_path / "home", offline=True)
     asked = len(hub.asked)
     offline = desk.run("offline", 1, *STILL, LOADS, "--job.stop_after=1")
@@ -138,7 +144,7 @@ def test_what_is_pushed_is_read_back(
     for part in (
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        "# mine",
+        "# mine\n\nLlamaForCausalLM of 2 layers, 128 wide: its weights at step 2 of a run.\n",
         "| data.source | `train.txt`, ",
         "| layout | 1 process |",
         "| loss | ",
@@ -162,12 +168,10 @@ def test_what_is_pushed_is_read_back(
     assert (tmp_path / "again" / "README.md").exists()
 
 
-def test_a_push_without_a_login_is_refused_before_the_export(
-    trained: "Ended", hub: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_without_a_login_is_refused_before_the_export(trained: "Ended", hub: Server, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for token, name, want in (("", "me/mine", "hf auth login"), ("hf_x", "me/mine", "401"), (TOKEN, "mine", "OWNER/")):
-        monkeypatch.setenv("HF_TOKEN", token)
+        (tmp_path / "home" / "token").write_text(token)
         with pytest.raises(HubError, match=want):
             export([str(trained.folder), "--out", str(out), "--push", name])
     assert not out.exists()
