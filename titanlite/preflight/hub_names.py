@@ -75,7 +75,9 @@ def pin_names(config: Config, *, is_fresh: bool, has_weights: bool, is_start: bo
         if asked not in recorded and is_start and not is_first:
             recorded = _wait_for_rank_0(folder.hub, asked, key, config.comm.init_timeout_seconds)
             how = "as rank 0 has found"
-        if asked not in recorded:
+        if asked in found:  # the same name for both keys
+            how = pins[0].how
+        elif asked not in recorded:
             found[asked], has_answered = resolve_name(asked, key)
             how = "as the hub says now" if has_answered else "as this host's cache has it: the hub cannot be asked"
         pins.append(Pin(key, asked, (recorded | found)[asked], how))

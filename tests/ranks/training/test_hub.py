@@ -74,6 +74,7 @@ def test_ranks_fetch_each_file_once_and_later_starts_keep_the_commit(
 
     # The branch moves, to another tokenizer and no weights; the run keeps its commit, without asking.
     second = hub.publish("me/base", {"config.json": b"{}", "tokenizer.json": b"{}"})
+    assert hub.asked.count("GET /api/models/me/base") == 2  # by rank 0: whether it is there, and where the branch is
     asked = len(hub.asked)
     went_on = desk.run("named", 2, *STILL, LOADS, "--job.stop_after=2")
     assert len(hub.asked) == asked
