@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,14 +148,14 @@ def partial_folders(root: Path) -> list[str]:
     return sorted(p.name for p in _named_as_steps(root) if p.name not in whole)
 
 
-def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints, and return the deleted steps, oldest first.
+def prune(root: Path, keep: int, spare: Collection[int | None] = ()) -> list[int]:
+    """Delete all but the newest `keep` complete checkpoints and the steps `spare`.
 
-    With a `keep` of 0 none is deleted. `spare`, the step that the run resumed from, is kept, too: it is known to load.
+    With a `keep` of 0 none is deleted. Return the deleted steps, oldest first.
     """
     if keep == 0:
         return []
-    old = [step for step in complete_steps(root)[:-keep] if step != spare]
+    old = [step for step in complete_steps(root)[:-keep] if step not in spare]
     for step in old:
         doomed = step_folder(root, step)
         hidden = doomed.with_suffix(".deleting")

@@ -35,6 +35,7 @@ class SavedState:
         sequences_per_step: number of sequences in the last step.
         stages: rows of the stage table that training has reached.
         unit_len: number of tokens in the samples that sources are cut into; 0: nothing was trained.
+        losses: finite losses of a validation at this step, before the save, by key of metrics.jsonl.
         validation_due: whether a signal stopped the run between this step and its validation.
         skipped_in_a_row: number of consecutive last steps whose loss or gradient was not finite.
         learning_rate: learning rate of the last step; None before the first.
@@ -57,6 +58,7 @@ class SavedState:
     sequences_per_step: int | None = None
     stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     unit_len: int = 0
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
     validation_due: bool = False
     skipped_in_a_row: int = 0
     learning_rate: float | None = None
@@ -95,7 +97,7 @@ def read_state(folder: Path, step: int) -> SavedState:
     publish.verify(folder, largest=QUICKLY_HASHED)
     try:
         saved = cast(dict[str, Any], read_json(folder / STATE))
-        state = SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
+        state = state_from_json(saved)
     except (OSError, TypeError, *MALFORMED) as e:
         want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
         raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
@@ -109,3 +111,28 @@ def read_state(folder: Path, step: int) -> SavedState:
     else:
         return state
     raise CheckpointError(describe(str(folder), [problem]))
+
+
+def state_from_json(saved: Mapping[str, Any]) -> SavedState:
+    """Return the state in the parsed content of a `state.json`. Raise TypeError if it is none."""
+    return SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
+
+
+def best_of(losses: Mapping[int, float | None]) -> int | None:
+    """Return the step with the lowest loss, the earliest of equal ones; None if no step has one."""
+    found = {step: loss for step, loss in losses.items() if loss is not None}
+    return min(found, key=lambda step: (found[step], step), default=None)
+
+
+def losses_of(root: Path, key: str) -> dict[int, float | None]:
+    """Return the loss `key` of each complete checkpoint by its step; None where it was not measured or cannot be read.
+
+    What is damaged is told when it is loaded.
+    """
+    found = dict[int, float | None]()
+    for step in publish.complete_steps(root):
+        try:
+            found[step] = read_state(publish.step_folder(root, step), step).losses.get(key)
+        except CheckpointError:
+            found[step] = None
+    return found

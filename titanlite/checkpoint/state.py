@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
-from titanlite.checkpoint.saved_state import STATE, SavedState, read_state
+from titanlite.checkpoint.saved_state import STATE, SavedState, best_of, losses_of, read_state
 from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError
 
@@ -31,14 +31,19 @@ from titanlite.errors import CheckpointError
 class Checkpoints:
     """All checkpoints of one run."""
 
-    def __init__(self, root: Path, keep: int, warn: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(
+        self, root: Path, keep: int, warn: Callable[[str], object] = lambda text: None, keep_best: str = ""
+    ) -> None:
         """Set the folder of the checkpoints, on a file system that all ranks share. No file is changed.
 
-        The newest `keep` complete checkpoints are kept (0: all), and the one resumed from. `warn` is called with a
-        message, on every rank, if the first attempt to write a checkpoint fails.
+        The newest `keep` complete checkpoints are kept (0: all), the one resumed from, which is known to load, and the
+        one with the lowest loss `keep_best` ("": none). `warn` is called with a message, on every rank, if the first
+        attempt to write a checkpoint fails.
         """
         self.root = root
         self.keep = keep
+        self.keep_best = keep_best
+        self.best: tuple[int, float] | None = None  # after a save: step and loss of the best checkpoint
         self._warn = warn
         self._resumed_from: int | None = None
 
@@ -70,7 +75,7 @@ class Checkpoints:
                 raise
             self._warn(f"step-{step:08d} could not be written, and a second attempt is made: {e}")
             folder = self._write(step, tensors, text, group)
-        on_rank_0(lambda: publish.prune(self.root, self.keep, spare=self._resumed_from), group, self.root)
+        self.best = on_rank_0(self._prune, group, self.root)
         return folder
 
     def check_shared(self) -> None:
@@ -152,6 +157,13 @@ class Checkpoints:
             )
         self._resumed_from = step
         return saved, notices
+
+    def _prune(self) -> tuple[int, float] | None:
+        """Delete what need not be kept, and return the step and loss of the best checkpoint."""
+        losses = losses_of(self.root, self.keep_best) if self.keep_best else {}
+        best = best_of(losses)
+        publish.prune(self.root, self.keep, spare=(self._resumed_from, best))
+        return None if best is None else (best, cast(float, losses[best]))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:
         tmp = on_rank_0(lambda: publish.begin(self.root, step), group, self.root)

@@ -23,7 +23,7 @@ TARGET = {
 """The word of a command that takes a trained model."""
 ONE_TARGET = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout; or hf:OWNER/MODEL"
 OF_TARGET = {
-    "--step N": "step of the run's checkpoint; default: the newest",
+    "--step N": "step of the run's checkpoint, or best, by its validation loss; default: the newest",
     "--ema": "use the average of weights that optimizer.ema_decay has kept",
     "--tokenizer FILE": "the model's tokenizer.json, or hf:OWNER/MODEL, if the run or the folder does not have it",
 }

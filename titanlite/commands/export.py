@@ -23,7 +23,7 @@ COMMAND = Command(
     __doc__ or "",
     {
         "RUN": "run folder, <dump_folder>/<name>",
-        "--step N": "step of the checkpoint; default: the newest",
+        "--step N": "step of the checkpoint, or best: the one with the lowest validation loss; default: the newest",
         "--ema": "write the average of weights that optimizer.ema_decay has kept, in their place",
         "--out FOLDER": "folder to create; default: hugging_face/step-<step>, or step-<step>-ema, in the run folder",
         "--dtype DTYPE": "dtype of the weights, bfloat16 or float32; default: the run's compute dtype",

@@ -5,6 +5,7 @@ with the model's dimensions and with the number of processes. If that number is 
 out.
 """
 
+import math
 import os
 from collections.abc import Collection
 from operator import attrgetter
@@ -19,12 +20,14 @@ from titanlite.config.check_mesh import (
     ranks_of_shards,
     tokens_of_rank,
 )
+from titanlite.config.held_out import validation_losses
 from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.stages import longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
+from titanlite.errors import nearest
 from titanlite.extras import missing_packages
 from titanlite.hub import is_hub_name, wrong_name
 
@@ -92,6 +95,8 @@ def config_problems(
             _check_batches(config, world_size, problems)
         if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
+    if are_read("checkpoint", "validation"):
+        _check_keep_best(config, problems)
     if are_read("training", "job", "profiling") and not config.training.tokens:  # with tokens, steps are not known yet
         check_steps(config, problems)
     if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
@@ -151,13 +156,18 @@ def check_last_steps(config: Config, origin: Origin) -> None:
 
 
 def check_steps(config: Config, problems: Problems) -> None:
-    """Check that `job.stop_after` and the steps of the profile are within `training.steps`."""
+    """Check that `job.stop_after`, the profile and validated checkpoints are within `training.steps`."""
     steps, profiling, refuse = config.training.steps, config.profiling, problems.about(config)
     if steps < 1:
         return  # reported as out of range
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
         refuse("job.stop_after", f"at most training.steps = {steps}", fix, "training.steps")
+    interval, freq = config.checkpoint.interval, config.validation.freq
+    if config.checkpoint.keep_best and config.validation.enable and interval < steps < math.lcm(interval, freq):
+        want = f"checkpoints that are validated: no multiple of interval = {interval} and validation.freq = {freq} is "
+        want += f"within {steps} steps"
+        refuse("checkpoint.keep_best", want, f"validation.freq = {interval}", "validation.freq")
     last, first = profiling.start_step + profiling.steps - 1, max(1, steps - profiling.steps + 1)
     if profiling.enable and last > steps:
         want = f"a trace within the run: step {last} is after training.steps = {steps}"
@@ -194,6 +204,20 @@ def _check_packages(config: Config, model: ModelDims | None, problems: Problems)
         refuse("metrics.wandb", missing[0], f'{missing[1]}, or wandb = "off"')
     if metrics.tensorboard and (missing := missing_packages("tensorboard")):
         refuse("metrics.tensorboard", missing[0], f"{missing[1]}, or tensorboard = false")
+
+
+def _check_keep_best(config: Config, problems: Problems) -> None:
+    """Check that `checkpoint.keep_best` is a loss that this run measures and saves."""
+    asked, refuse = config.checkpoint.keep_best, problems.about(config)
+    if not asked:
+        return
+    if not config.checkpoint.enable:
+        refuse("checkpoint.keep_best", "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
+    elif not config.validation.enable:
+        refuse("checkpoint.keep_best", "validation, but validation.enable = false", "validation.enable = true")
+    elif asked not in (losses := validation_losses(config)):
+        fix = f"keep_best = {show(nearest(asked, losses) or losses[0])}"
+        refuse("checkpoint.keep_best", f"a loss of this run's validation: {', '.join(losses)}", fix)
 
 
 def check_file(key: str, file: str, problems: Problems) -> None:

@@ -13,6 +13,13 @@ def held_out_sources(config: Config) -> dict[str, str]:
     return {FIRST: config.validation.source} | {f"{FIRST}s.{name}": source for name, _, source in more}
 
 
+def validation_losses(config: Config) -> list[str]:
+    """Return the keys of the losses that each validation logs, as `validation_loss` and `validation_loss_ema.NAME`."""
+    of = {"model": ("",), "ema": ("_ema",), "both": ("", "_ema")}[config.validation.weights]
+    names = [name_of_source(key) for key in held_out_sources(config)]
+    return [f"validation_loss{weights}{f'.{name}' if name else ''}" for weights in of for name in names]
+
+
 def name_of_source(key: str) -> str:
     """Return NAME of a key `validation.sources.NAME`; "" for `validation.source`."""
     return key.removeprefix(FIRST).removeprefix("s.")

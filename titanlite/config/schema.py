@@ -242,6 +242,7 @@ class Checkpoint:
     enable: bool = key(True, "Save checkpoints, and resume from them.")
     interval: PositiveInt = key(500, "Steps between checkpoints; the last step is always saved.")
     keep_latest_k: NonNegativeInt = key(3, "Complete checkpoints to keep. 0: all.")
+    keep_best: str = key("", "A loss of the validation, such as `validation_loss`, by its key in metrics.jsonl. The complete checkpoint with the lowest one, measured at its own step, is kept beside the newest `keep_latest_k`. Empty: none is.")
     async_mode: Literal["disabled", "async"] = key("disabled", "`disabled`: training waits until the checkpoint is written. `async`: training waits only until the tensors are copied to host memory; a thread then writes them.")
     resume: Literal["auto", "never"] | PositiveInt = key("auto", "`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A number: the checkpoint of that step.")
     initial_load_path: str = key("", "Folder that a fresh run begins from; ignored when resuming. In Hugging Face's layout (config.json, safetensors): its weights. A run of titanlite, or one of its checkpoints: weights, optimizer and place in the data, to go on from as a branch. `hf:OWNER/MODEL[@REVISION]`: the weights of a model of the Hugging Face hub. Empty: random weights from `training.seed`.")

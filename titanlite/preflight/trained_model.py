@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.resume import dims_of, require_average
-from titanlite.checkpoint.saved_state import read_state
+from titanlite.checkpoint.saved_state import best_of, losses_of, read_state
 from titanlite.config.build import show
 from titanlite.config.check import last_step
 from titanlite.config.config_json import check_weight_files, recipe_of
@@ -158,11 +158,17 @@ def _begins_with_bos(file: str) -> bool:
 
 
 def asked_step(command: str, root: Path, asked: str | None) -> int:
-    """Return the step `asked` as a number, or the newest of the checkpoints in `root` if `asked` is None.
+    """Return the step `asked` of the checkpoints in `root`: a number, or "best", by the loss of `checkpoint.keep_best`.
 
-    Raises a CheckpointError that begins with `command` if `root` has no such checkpoint.
+    None is the newest. Raises a CheckpointError that begins with `command` if `root` has no such checkpoint.
     """
     steps = publish.complete_steps(root)
+    if asked == "best" and steps:
+        key = read_config(root.parent / "config.toml")[0].checkpoint.keep_best or "validation_loss"
+        if (best := best_of(losses_of(root, key))) is not None:
+            return best
+        want = f"a checkpoint with a {key} that was measured at its own step; none has one"
+        raise CheckpointError.of(command, "--step", asked, want, f"one of {', '.join(map(str, steps))}")
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
         return steps[-1] if step is None else step

@@ -3,6 +3,7 @@
 Reading order of training: `training/train.py` prepares, `build.py` builds the run, this file repeats `step.py`.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.optimizer_state import optimizer_identity
+from titanlite.checkpoint.publish import step_of
 from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
+from titanlite.config.held_out import validation_losses
 from titanlite.data.batches import Batch
 from titanlite.errors import NoMoreDataError
 from titanlite.evaluation.score import Evaluator
@@ -64,6 +67,7 @@ class Loop:
     watchdog: Watchdog
     folder: RunFolder
     identity_of_data: Mapping[str, Any]  # hashes of the data, for checkpoints
+    losses: tuple[int, dict[str, float]] = (0, {})  # of the newest validation: its step, and its finite losses by key
 
     def train(self, start: int) -> int:
         """Train the steps after `start` until the last step, `job.stop_after`, a signal or the end of the data.
@@ -200,6 +204,8 @@ class Loop:
         self.run.model.train()
         self.feed.check.tell()
         self.report.log(step, numbers)
+        losses = {key: loss for key, loss in numbers.items() if key in validation_losses(self.run.config)}
+        self.losses = step, {key: loss for key, loss in losses.items() if math.isfinite(loss)}
         if samples:
             self.report.samples(step, samples)
 
@@ -264,6 +270,7 @@ class Loop:
             sequences_per_step=table.row(step).asked.sequences,
             stages=table.past(step),
             unit_len=self.feed.batches.mixture.unit_len,
+            losses=self.losses[1] if self.losses[0] == step else {},
             validation_due=validation_due,
             skipped_in_a_row=self.report.skipped_in_a_row,
             learning_rate=learning_rate(step, config, table),
@@ -283,7 +290,17 @@ class Loop:
 
     def _say_saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:
-            self.report.console.notice(f"saved {checkpoint}")
+            self.report.console.notice(f"saved {checkpoint}{self._best_in_words(step_of(checkpoint))}")
+
+    def _best_in_words(self, saved: int | None) -> str:
+        """Return which checkpoint `checkpoint.keep_best` keeps, for the line that tells of a saved one; "": none."""
+        best, key = self.checkpoints.best, self.checkpoints.keep_best
+        if not key:
+            return ""
+        if best is None:
+            return f"; no checkpoint has a {key} yet"
+        whose = "its" if best[0] == saved else f"the best is that of step {best[0]}, whose"
+        return f"; {whose} {key} {best[1]:.4f} is the lowest"
 
     @contextmanager
     def _phase(self, step: int, phase: str, mark: str | None = None) -> Iterator[None]:

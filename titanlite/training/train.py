@@ -106,7 +106,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.enter_context(torch_order())
     run = _build(asked, device, console)
     report_data(data, run.receipt, asked, console, session.rank)
-    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k, console.warning)
+    keep, best = config.checkpoint.keep_latest_k, config.checkpoint.keep_best
+    checkpoints = Checkpoints(folder.checkpoints, keep, console.warning, best)
     restored = restore(run, checkpoints, console, data.identity)
     start, state = restored.step, restored.state
 

@@ -11,6 +11,7 @@ from tests.support.launched import Desk, Ended
 from tests.support.needs import slow
 from tests.support.questions import write_questions
 from titanlite.observe.watchdog import Watchdog
+from titanlite.preflight.trained_model import asked_step
 from titanlite.training import loop
 from titanlite.training.build import Run
 
@@ -109,3 +110,28 @@ def test_the_watchdog_is_told_of_each_batch_of_validation_and_evaluation(desk: D
     run = desk.run("watched", 1, *FLAGS, "--training.seq_len=256", tasks, "--evaluation.freq=4", plant=plant)
     batches = {"validation": 37 // 4, "evaluation": run.receipt["evaluation.tasks"]["applied"]["batches"]}
     assert {phase: run.output.count(f"told 4 {phase}\n") - 1 for phase in batches} == batches  # each begins with one
+
+
+@pytest.mark.parametrize("mode", ["async", *slow("disabled")])
+def test_the_checkpoint_with_the_lowest_loss_is_kept(desk: Desk, mode: str) -> None:
+    """Of equal ones the earlier, never one of NaN; and a start that goes on knows it."""
+    losses = {2: 3.0, 4: 2.0, 6: 2.0, 8: math.nan, 10: 2.5, 12: 1.0}
+
+    def plant() -> None:
+        def measured(self: loop.Loop, step: int, of: str = "") -> dict[str, float]:
+            return {"validation_loss": losses[step]}
+
+        loop.Loop._losses = measured  # type: ignore[method-assign]
+
+    name, every = f"best {mode}", ("--checkpoint.interval=2", "--validation.freq=2", "--checkpoint.keep_latest_k=1")
+    flags = *FLAGS, *every, "--checkpoint.keep_best=validation_loss", f"--checkpoint.async_mode={mode}"
+    first = desk.run(name, 2, *flags, "--job.stop_after=8", plant=plant)
+    assert first.checkpoints() == [4, 8]
+    said = [
+        line.split("; ")[1] for line in (first.folder / "logs/rank0.log").read_text().splitlines() if "saved" in line
+    ]
+    assert said[:2] == [f"its validation_loss {loss:.4f} is the lowest" for loss in (3, 2)]
+    assert said[2:] == ["the best is that of step 4, whose validation_loss 2.0000 is the lowest"] * 2
+    assert desk.run(name, 2, *flags, "--job.stop_after=10", plant=plant).checkpoints() == [4, 8, 10]
+    assert asked_step("titanlite export", first.folder / "checkpoints", "best") == 4
+    assert desk.run(name, 2, *flags, "--job.stop_after=12", plant=plant).checkpoints() == [10, 12]

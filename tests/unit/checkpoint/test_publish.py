@@ -214,7 +214,7 @@ def test_retention_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     for step in (5, 6):
         step_folder(tmp_path, step).mkdir()  # partial and newer: must not push a valid one out
     assert prune(tmp_path, keep=0) == []
-    assert prune(tmp_path, keep=2, spare=1) == [2]
+    assert prune(tmp_path, keep=2, spare={1}) == [2]
     assert complete_steps(tmp_path) == [1, 3, 4]
     assert prune(tmp_path, keep=2) == [1]
     assert prune(tmp_path, keep=1) == [3]
