@@ -14,7 +14,7 @@ from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-NAMES = {"qwen3": "Qwen3", "gemma3": "Gemma 3", "gpt2": "GPT-2"}
+NAMES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3", "gemma3": "Gemma 3", "gpt2": "GPT-2"}
 Row = dict[str, Any]
 
 
@@ -82,6 +82,20 @@ def figures() -> str:
     speed = "tokens_per_second", "mfu_percent", "reserved_gib", "peer_tokens_per_second"
     lines = [[layout(row), float8(row), save_list(row), *map(row.get, speed)] for row in shown]
     return table("layout | arithmetic | save-list | tok/s/GPU | MFU % | reserved GiB | torchtitan, 8 GPUs", lines)
+
+
+def beside_torchtitan() -> str:
+    """Return the runs in turn with torchtitan, on the same GPUs in one call."""
+    lines = []
+    for row in rows("runs"):
+        if "beside" in row:
+            ours, theirs = row["tokens_per_second"], row["peer_tokens_per_second"]
+            memory = row["reserved_gib"], row["peer_reserved_gib"]
+            lines.append([row["beside"], model(row), float8(row), f"{ours / theirs:.2f}", ours, theirs, *memory])
+    columns = "times torchtitan's speed | tok/s/GPU | torchtitan, tok/s/GPU | GiB | torchtitan, GiB"
+    return table(
+        f"steps of | model, on two H200 | arithmetic | {columns}", sorted(lines, key=lambda line: float(line[3]))
+    )
 
 
 def layouts() -> str:
@@ -251,6 +265,7 @@ def exchange() -> str:
 
 TABLES = [
     figures,
+    beside_torchtitan,
     layouts,
     save_lists,
     steps,

@@ -1,17 +1,21 @@
 """What the documentation's site has beside the files in docs: hooks that mkdocs calls (mkdocs.yml).
 
-The page of every key is made of the config's schema, ranges, shipped recipes and configs, so that it cannot say
-anything else. A key that a page names becomes a link to its paragraph. A page that is a single link to a part of
-README.md has that part in its place: on a code host it is a link, on the site the text itself. A comment
-`<!-- bars: TABLE, COLUMN -->` becomes a chart of a table of docs/performance.md.
+The page of every key is made of the config's schema, ranges, shipped recipes and configs, and that of the commands of
+their help, so that they cannot say anything else. A key that a page names becomes a link to its paragraph. Comments in
+a page are replaced: `<!-- bars: TABLE, COLUMN -->` by a chart of a table of docs/performance.md,
+`<!-- recipes: KEY -->` by a table of the recipes that a key names, and `<!-- plan: FLAGS -->` by what `titanlite plan`
+says of memory and time.
 """
 
 import dataclasses
+import importlib
 import inspect
+import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,12 +27,13 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from titanlite.commands import COMMANDS, main, module_of  # noqa: E402
 from titanlite.config.build import show  # noqa: E402
 from titanlite.config.explain import table_keys, table_of  # noqa: E402
 from titanlite.config.ranges import values_in_words  # noqa: E402
 from titanlite.config.schema import help_texts, schema_keys, sections  # noqa: E402
 
-KEYS = "reference/keys.md"
+KEYS, COMMAND_PAGE = "reference/keys.md", "reference/commands.md"
 # Which kind of recipe says what a key means.
 KINDS = {
     "model.flavor": "model",
@@ -48,16 +53,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the page of every key."""
+    """Add the pages of every key and of the commands."""
     files.append(File.generated(config, KEYS, content=keys_page()))
+    files.append(File.generated(config, COMMAND_PAGE, content=commands_page()))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Put charts in the place of their comments, and parts of README.md in that of links that are a paragraph."""
-    here = Path(page.file.src_uri).parent
-    markdown = re.sub(r"(?m)^<!-- bars: (\w+), (.+) -->$", lambda asked: bars(asked[1], asked[2]), markdown)
-    return re.sub(r"(?m)^\[(.+)\]\((?:\.\./)+README\.md#[\w-]+\)$", lambda link: readme_part(link[1], here), markdown)
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Put charts, tables of recipes and plans in the place of their comments."""
+    made: dict[str, Callable[[str], str]] = {
+        "bars": lambda asked: bars(*asked.split(", ")),
+        "recipes": lambda key: "\n".join(recipes_of(key)),
+        "plan": planned,
+    }
+    comment = rf"(?m)^<!-- ({'|'.join(made)}): (.+) -->$"
+    return re.sub(comment, lambda found: made[found[1]](found[2]), markdown)
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
@@ -70,20 +80,6 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
         lambda code: f'<a href="{to}#{code[1]}">{code[0]}</a>' if code[1] in schema_keys() else code[0],
         html,
     )
-
-
-def readme_part(heading: str, here: Path) -> str:
-    """Return what stands under a heading of README.md, with links as they are right in a page of the folder `here`."""
-    part = re.search(rf"(?ms)^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text())
-    if part is None:
-        raise ValueError(f"README.md has no heading {heading!r}")
-
-    def moved(link: re.Match[str]) -> str:
-        if not link[2].startswith("docs/"):  # a file of the checkout, which the site does not have
-            return link[1]
-        return f"[{link[1]}]({os.path.relpath(link[2].removeprefix('docs/'), here)})"
-
-    return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", moved, part[1])
 
 
 def bars(table: str, column: str) -> str:
@@ -99,6 +95,25 @@ def bars(table: str, column: str) -> str:
         for row, value in zip(rows, values, strict=True)
     ]
     return f"<div class='bars'><em>{' · '.join(head[:first])}: {column}</em>\n{chr(10).join(lines)}\n</div>\n"
+
+
+def planned(flags: str) -> str:
+    """Return what `titanlite plan` prints with these flags, from the memory of a rank on."""
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as other:
+        code = main(["plan", *flags.split()])
+    if code:
+        raise ValueError(f"titanlite plan {flags}: {other.getvalue()}")
+    _, start, rest = said.getvalue().partition("peak memory of a rank")
+    return f"```text\n{start}{rest}```\n"
+
+
+def commands_page() -> str:
+    """Return the page of the commands: of each its first line, and its help."""
+    lines = ["# Commands", "", "If `titanlite` is not on your path, `python -m titanlite` is the same.", ""]
+    for name in COMMANDS:
+        command = importlib.import_module(f"titanlite.commands.{module_of(name)}").COMMAND
+        lines += [f"## titanlite {name}", "", "```text", f"usage: {command.help}", "```", ""]
+    return "\n".join(lines)
 
 
 def keys_page() -> str:

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.run_folder import make_run
+from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.commands import main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*(DOCS / f"{name}.md" for name in ("index", "first_run", "concepts", "data", "when_it_fails"))]
-PAGES += sorted(page for page in (DOCS / "how_to").glob("*.md") if "\n```" in page.read_text())
+PAGES += sorted(page for page in (DOCS / "how_to").glob("*.md") if re.search("\n```(sh|yaml)", page.read_text()))
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 STARTS = "train", "prepare", "verify-resume"  # validate sees what they would start
 SLOW = {"outputs/first", "outputs/first/config.toml", "layout.toml"}  # those that a run has made; a search of layouts
@@ -35,8 +36,11 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("configs", "recipes", "scripts", "titanlite", "train.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "corpus").mkdir()
-    records = (json.dumps({"text": f"once upon a time {i}"}) for i in range(3000))
-    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(records))
+    records = "\n".join(json.dumps({"text": f"once upon a time {i}"}) for i in range(100_000))
+    for name in ("corpus/a.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text(records)
+    (tmp_path / "llama3").mkdir()
+    make_tokenizer(tmp_path / "llama3" / "tokenizer.json")
     monkeypatch.setenv("HOME", str(tmp_path))  # of the default data.cache_dir
     monkeypatch.chdir(tmp_path)
 

@@ -85,22 +85,32 @@ def step_ms(planned: str) -> tuple[float, float]:
 
 @page("README.md")
 def _() -> Iterator[str]:
-    project, comm = tomli.loads((ROOT / "pyproject.toml").read_text())["project"], CONFIG.comm
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest, before = re.findall(r"[\d.]+", next(each for each in project["dependencies"] if each.startswith("torch>")))
     newest = f"2.{int(before.partition('.')[2]) - 1}"
     yield f"Python {project['requires-python'].removeprefix('>=')} or later and PyTorch {oldest} to {newest}"
+
+
+@page("docs/how_to/start_and_stop.md")
+def _() -> Iterator[str]:
+    comm = CONFIG.comm
     yield f"after {of('observe.watchdog:STALL_REPORT_SHARE') * comm.train_timeout_seconds:g} seconds where each rank is"
     yield f"is seen; after {comm.train_timeout_seconds} the run ends"
     yield f"{128 + signal.SIGINT} for Ctrl-C, {128 + signal.SIGTERM} for SIGTERM"
+
+
+@page("docs/reference/run_folder.md")
+def _() -> Iterator[str]:
     yield f"in about {of('observe.experts_file:ROWS')} rows"
-    yield f"whether it fits (an {of('forecast.device_specs:DEFAULT_DEVICE').upper()} by default)"
+
+
+@page("docs/reference/recipes.md")
+def _() -> Iterator[str]:
     tensor, row, other = (
         recipes.load("float8", name).min_compute_capability for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     )
     assert row == other
     yield f"`tensorwise` compute capability {tensor}, both by row {row}, `blockwise` 9.x"
-    (later,) = {r.layers for r in recipes.load("activation_checkpoint", "balanced_tight").rules} - {":"}
-    yield f"not that matmul in the first {WORDS[int(later.rstrip(':'))]} blocks"
 
 
 @page("docs/activation_checkpoint.md")

@@ -34,7 +34,7 @@ def test_named_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_to_a_heading(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
-        if target.endswith("reference/keys.md"):
+        if target.endswith(("reference/keys.md", "reference/commands.md")):
             continue  # made when the site is built, which checks such links: test_site.py
         file = page.parent / target if target else page
         assert file.exists(), target
