@@ -8,12 +8,14 @@ says of memory and time.
 """
 
 import dataclasses
+import html
 import importlib
 import inspect
 import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -70,16 +72,17 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return re.sub(comment, lambda found: made[found[1]](found[2]), markdown)
 
 
-def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Link each key that the page names to its paragraph."""
-    if page.file.src_uri == KEYS:
-        return html
+def on_page_content(content: str, page: Page, **_: object) -> str:
+    """Link each key that the page names to its paragraph, and keep the words of code together, which have hyphens."""
     to = os.path.relpath(KEYS, Path(page.file.src_uri).parent).replace(".md", ".html")
-    return re.sub(
-        r"<code>(?:--)?([a-z0-9_]+\.[a-z0-9_]+)((?: [^<]*)?)</code>(?!</a>)",
-        lambda code: f'<a href="{to}#{code[1]}">{code[0]}</a>' if code[1] in schema_keys() else code[0],
-        html,
-    )
+    if page.file.src_uri != KEYS:
+        content = re.sub(
+            r"<code>(?:--)?([a-z0-9_]+\.[a-z0-9_]+)((?: [^<]*)?)</code>(?!</a>)",
+            lambda code: f'<a href="{to}#{code[1]}">{code[0]}</a>' if code[1] in schema_keys() else code[0],
+            content,
+        )
+    inline = r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>"
+    return re.sub(inline, lambda code: re.sub("[^ <>]*-[^ <>]+", r"<span>\g<0></span>", code[0]), content)
 
 
 def bars(table: str, column: str) -> str:
@@ -108,12 +111,23 @@ def planned(flags: str) -> str:
 
 
 def commands_page() -> str:
-    """Return the page of the commands: of each its first line, and its help."""
+    """Return the page of the commands: of each its usage, its text and its flags."""
     lines = ["# Commands", "", "If `titanlite` is not on your path, `python -m titanlite` is the same.", ""]
     for name in COMMANDS:
         command = importlib.import_module(f"titanlite.commands.{module_of(name)}").COMMAND
-        lines += [f"## titanlite {name}", "", "```text", f"usage: {command.help}", "```", ""]
+        lines += [f"## titanlite {name}", "", "```text", command.usage(80), "```", ""]
+        for paragraph in command.about.strip().split("\n\n"):
+            is_code = paragraph.lstrip().startswith(("titanlite ", "torchrun "))
+            lines += [textwrap.indent(textwrap.dedent(paragraph), "    ") if is_code else escape(paragraph), ""]
+        if command.rows:
+            rows = (f"| <code>{escape(flag)}</code> | {escape(text)} |" for flag, text in command.rows.items())
+            lines += ["| flag | |", "|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def escape(text: str) -> str:
+    """Return a plain text as Markdown that shows it."""
+    return html.escape(text, quote=False).replace("|", "&#124;").replace("*", "&#42;")
 
 
 def keys_page() -> str:

@@ -152,7 +152,7 @@ class Command:
             textwrap.fill(text, 120, initial_indent=f"  {flag:{width}}  ", subsequent_indent=" " * (width + 4))
             for flag, text in rows.items()
         )
-        return f"{self._folded_usage()}\n\n{self.about.strip()}\n\n{table}".rstrip()
+        return f"{self.usage(120)}\n\n{self.about.strip()}\n\n{table}".rstrip()
 
     @property
     def _own(self) -> dict[str, str]:
@@ -169,11 +169,11 @@ class Command:
         own = [f"[{row}]" for name, row in self._own.items() if name != "--config"]
         return [f"titanlite {self.name}", *filter(None, (self.takes,)), *own]
 
-    def _folded_usage(self) -> str:
-        """Return the usage that follows "usage: ", folded between flags into lines of at most 120 columns."""
+    def usage(self, width: int) -> str:
+        """Return the usage that follows "usage: ", folded between flags into lines of at most `width` columns."""
         space, indent = "\N{NO-BREAK SPACE}", " " * len("usage: ")
         text = " ".join(part.replace(" ", space) for part in self._usage_parts)
-        lines = textwrap.wrap(text, 120 - len(indent), break_on_hyphens=False, break_long_words=False)
+        lines = textwrap.wrap(text, width - len(indent), break_on_hyphens=False, break_long_words=False)
         return f"\n{indent}".join(lines).replace(space, " ")
 
     @property
