@@ -50,6 +50,13 @@ def with_relative_paths(text: str) -> str:
     return text
 
 
+def announce(text: str) -> None:
+    """Say on stderr, on the first rank, what a command begins with: importing torch takes seconds."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(with_relative_paths(f"{text} …\n"))
+        sys.stderr.flush()
+
+
 def drawn(stream: TextIO) -> Any:
     """Return the stream for colours and bars, `drawn` if `stream` is guarded. Callers must escape text themselves."""
     return getattr(stream, "drawn", stream)

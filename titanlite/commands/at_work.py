@@ -1,11 +1,11 @@
-"""Print a line on stderr when a part of a command takes some seconds, so that the user knows why to wait."""
+"""Print a line on stderr when a part of a command takes long, so that the user knows why to wait."""
 
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_QUIET_S = 2.0
+_QUIET_S = 0.5
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from titanlite.errors import ConfigError, DataError
 from titanlite.evaluation.prompts import encode_prompts
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.trained_model import find_trained_model
-from titanlite.streams import with_relative_paths
+from titanlite.streams import announce
 
 _WHERE = "titanlite generate"
 _TOKENS, _TEMPERATURE = 128, 0.8
@@ -65,10 +65,7 @@ def run(argv: Sequence[str]) -> int:
     prompts = _prompts(given)
     path = Path(os.path.expanduser(word))
     target = find_trained_model(_WHERE, path, given.get("--step"), given.get("--tokenizer"), "--ema" in given)
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        sys.stderr.write(with_relative_paths(f"loading {target.checkpoint or target.folder}\n"))
-        sys.stderr.flush()
+    announce(f"loading {target.checkpoint or target.folder}")
     flag = "--file" if "--file" in given else "--prompt"
     known = encode_prompts(prompts or (), target.tokenizer, n, sys.maxsize, flag, "--tokens")
     # Lines that will be typed have half of the sequence, at least.
@@ -79,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.generation.model import TextModel
 
     model = TextModel(target, max([target.seq_len, *(len(ids) + n for ids in known)]))
-    if is_first and model.capacity > target.seq_len:
+    if model.capacity > target.seq_len and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"note: longer than the {target.seq_len} tokens that the model was trained on\n")
     try:
         if prompts is None:

@@ -2,13 +2,15 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from titanlite.commands import main
+from tests.support.cpu import cpu_of_children
 from titanlite.generation.model import load_text_model
 from titanlite.observe.status import now
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from tests.cli.commands.conftest import Call
     from tests.support.launched import Desk, Ended
 
+ROOT = Path(__file__).parents[3]
 PROMPTS = ["for ", "return x\n    self"]
 FLAGS = ("--training.steps=6", "--checkpoint.interval=3", "--validation.freq=3", "--validation.enable=true")
 
@@ -85,9 +88,39 @@ def test_equal_seeds_sample_equal_texts(trained: "Ended", call: "Call") -> None:
     assert of_seed("1") == of_seed("1") != of_seed("2")
 
 
-def test_what_is_loaded_is_said_first(trained: "Ended", capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(trained.folder), "--prompt", "if ", "--tokens", "1", "--step", "3"]) == 0
-    assert capsys.readouterr().err.startswith(f"loading {trained.folder / 'checkpoints' / 'step-00000003'}\n")
+# Ends at the first text on stderr: 0 if torch is not there yet.
+FIRST_LINE = """
+import os, sys
+class Watch:
+    flush = isatty = lambda self: None
+    def write(self, text):
+        os.write(1, text.encode())
+        os._exit("torch" in sys.modules)
+sys.stderr = Watch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("generate", "RUN", "--prompt", "if "), "loading RUN/checkpoints/step-00000006 …"),
+        (("export", "RUN"), "exporting RUN/checkpoints/step-00000006 …"),
+        (("evaluate", "RUN", "--tasks", "q.jsonl"), "loading q.jsonl, and RUN/checkpoints/step-00000006 …"),
+        (("train", "RUN/config.toml", "--gpus", "2"), "starting 2 processes …"),
+        ((), "loading torch, assembling the model …"),
+    ],
+    ids=lambda value: value[0] if value and isinstance(value, tuple) else "",
+)
+def test_what_takes_seconds_is_said_before(
+    words: tuple[str, ...], says: str, trained: "Ended", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained.folder.parent)
+    run = "from titanlite.commands import main" if words else "from titanlite.train import main"
+    given = [word.replace("RUN", trained.folder.name) for word in words or ("--config", "RUN/config.toml")]
+    with cpu_of_children(2.0):
+        command = [sys.executable, "-c", f"{FIRST_LINE}{run}\nmain()", *given]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (ended.stdout, ended.returncode) == (f"{says.replace('RUN', trained.folder.name)}\n", 0)
 
 
 def test_lines_are_typed_in_a_terminal(trained: "Ended", call: "Call", monkeypatch: pytest.MonkeyPatch) -> None:
