@@ -124,15 +124,18 @@ def best_of(losses: Mapping[int, float | None]) -> int | None:
     return min(found, key=lambda step: (found[step], step), default=None)
 
 
-def losses_of(root: Path, key: str) -> dict[int, float | None]:
-    """Return the loss `key` of each complete checkpoint by its step; None where it was not measured or cannot be read.
+def losses_of(root: Path, key: str, known: dict[int, float | None]) -> dict[int, CheckpointError]:
+    """Let `known` have the loss `key` of each complete checkpoint by its step, None where it was not measured.
 
-    What is damaged is told when it is loaded.
+    What `known` has is not read again. Return the steps whose state cannot be read, each with its error.
     """
-    found = dict[int, float | None]()
-    for step in publish.complete_steps(root):
-        try:
-            found[step] = read_state(publish.step_folder(root, step), step).losses.get(key)
-        except CheckpointError:
-            found[step] = None
-    return found
+    steps, unread = publish.complete_steps(root), dict[int, CheckpointError]()
+    for step in known.keys() - {*steps}:
+        del known[step]
+    for step in steps:
+        if step not in known:
+            try:
+                known[step] = read_state(publish.step_folder(root, step), step).losses.get(key)
+            except CheckpointError as error:
+                unread[step] = error
+    return unread

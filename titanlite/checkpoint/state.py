@@ -44,6 +44,8 @@ class Checkpoints:
         self.keep = keep
         self.keep_best = keep_best
         self.best: tuple[int, float] | None = None  # after a save: step and loss of the best checkpoint
+        self._losses: dict[int, float | None] = {}  # by step
+        self._unread: Mapping[int, CheckpointError] = {}  # steps whose losses cannot be read
         self._warn = warn
         self._resumed_from: int | None = None
 
@@ -160,10 +162,13 @@ class Checkpoints:
 
     def _prune(self) -> tuple[int, float] | None:
         """Delete what need not be kept, and return the step and loss of the best checkpoint."""
-        losses = losses_of(self.root, self.keep_best) if self.keep_best else {}
-        best = best_of(losses)
-        publish.prune(self.root, self.keep, spare=(self._resumed_from, best))
-        return None if best is None else (best, cast(float, losses[best]))
+        unread = losses_of(self.root, self.keep_best, self._losses) if self.keep_best else {}
+        for step in unread.keys() - self._unread.keys():
+            self._warn(f"step-{step:08d} is kept, as it may be the best: its losses cannot be read. {unread[step]}")
+        self._unread = unread
+        best = best_of(self._losses)
+        publish.prune(self.root, self.keep, spare=(self._resumed_from, best, *unread))
+        return None if best is None else (best, cast(float, self._losses[best]))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:
         tmp = on_rank_0(lambda: publish.begin(self.root, step), group, self.root)

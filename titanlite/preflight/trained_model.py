@@ -164,10 +164,14 @@ def asked_step(command: str, root: Path, asked: str | None) -> int:
     """
     steps = publish.complete_steps(root)
     if asked == "best" and steps:
-        key = read_config(root.parent / "config.toml")[0].checkpoint.keep_best or "validation_loss"
-        if (best := best_of(losses_of(root, key))) is not None:
+        key, losses = read_config(root.parent / "config.toml")[0].checkpoint.keep_best, dict[int, float | None]()
+        for error in losses_of(root, key, losses).values():
+            raise error
+        if (best := best_of(losses)) is not None:
             return best
-        want = f"a checkpoint with a {key} that was measured at its own step; none has one"
+        want = (
+            f"a checkpoint with a {key} that was measured at its own step" if key else "a run with checkpoint.keep_best"
+        )
         raise CheckpointError.of(command, "--step", asked, want, f"one of {', '.join(map(str, steps))}")
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
