@@ -50,7 +50,7 @@ def with_relative_paths(text: str) -> str:
     return text
 
 
-def announce(text: str) -> None:
+def say_first(text: str) -> None:
     """Say on stderr, on the first rank, what a command begins with: importing torch takes seconds."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(with_relative_paths(f"{text} …\n"))

@@ -22,7 +22,7 @@ from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import check_start, newest_state
-from titanlite.streams import announce
+from titanlite.streams import say_first
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     launcher = Launcher()  # before the checks, during which the launcher may end
     world = int(os.environ.get("WORLD_SIZE", "1"))
     run = checked_run([word for word in sys.argv[1:] if word != VERBOSE], world, is_start=True)
-    announce("loading torch, assembling the model")
+    say_first("loading torch, assembling the model")
     is_first = os.environ.get("RANK", "0") == "0"
     folder = RunFolder.of(run.config)
     if is_first:

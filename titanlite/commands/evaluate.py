@@ -25,7 +25,7 @@ from titanlite.hub import is_hub_name
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.output_file import require_place, writable
 from titanlite.preflight.trained_model import TrainedModel, find_trained_model
-from titanlite.streams import announce
+from titanlite.streams import say_first
 from titanlite.text_table import columns
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     out = Path(os.path.expanduser(given.get("--out", str(default))))
     require_place("--out", out)
     check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
-    announce(f"loading {', '.join(tasks)}, and {target.checkpoint or target.folder}")
+    say_first(f"loading {', '.join(tasks)}, and {target.checkpoint or target.folder}")
     encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
     scores = _score_tasks(target, encoded)
     if wrong := [score.task for score in scores if math.isnan(score.accuracy)]:

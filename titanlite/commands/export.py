@@ -16,7 +16,7 @@ from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.hub import push, require_login
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.trained_model import asked_step, trained_tokenizer
-from titanlite.streams import announce
+from titanlite.streams import say_first
 
 _DTYPES = ("bfloat16", "float32")
 COMMAND = Command(
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     _check_target(config, out, dtype, given.get("--push"))
     if repo := given.get("--push"):
         require_login(repo, "--push")  # before an export that may take long
-    announce(f"exporting {checkpoint}")
+    say_first(f"exporting {checkpoint}")
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
     from titanlite.checkpoint.resume import dims_of, require_average

@@ -17,7 +17,7 @@ from titanlite.errors import ConfigError, DataError
 from titanlite.evaluation.prompts import encode_prompts
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.trained_model import find_trained_model
-from titanlite.streams import announce
+from titanlite.streams import say_first
 
 _WHERE = "titanlite generate"
 _TOKENS, _TEMPERATURE = 128, 0.8
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     prompts = _prompts(given)
     path = Path(os.path.expanduser(word))
     target = find_trained_model(_WHERE, path, given.get("--step"), given.get("--tokenizer"), "--ema" in given)
-    announce(f"loading {target.checkpoint or target.folder}")
+    say_first(f"loading {target.checkpoint or target.folder}")
     flag = "--file" if "--file" in given else "--prompt"
     known = encode_prompts(prompts or (), target.tokenizer, n, sys.maxsize, flag, "--tokens")
     # Lines that will be typed have half of the sequence, at least.

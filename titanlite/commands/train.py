@@ -22,7 +22,7 @@ from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import check_start
-from titanlite.streams import announce, with_relative_paths
+from titanlite.streams import say_first, with_relative_paths
 
 COMMAND = Command(
     "train",
@@ -75,7 +75,7 @@ def _n_processes(asked: int | None) -> int:
 
 def _launch(n: int, program: Sequence[str], config: Config) -> int:
     """Run `program` in `n` processes under torchrun's agent, in this process; return the exit code of the run."""
-    announce(f"starting {n} processes")
+    say_first(f"starting {n} processes")
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
