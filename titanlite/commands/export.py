@@ -70,7 +70,6 @@ def run(argv: Sequence[str]) -> int:
         (out / "README.md").write_text(card, encoding="utf-8")
         message = f"Step {step:,}, by titanlite {titanlite.__version__}"
         _print_line(f"  pushed to {push(out, repo, message, '--push')}")
-        _print_line("  a new model of the hub is private until its settings there say otherwise")
     _print_line(str(out))
     return 0
 

@@ -74,7 +74,7 @@ def pin_names(config: Config, *, is_fresh: bool, has_weights: bool, is_start: bo
         how = "as at this run's first start"
         if asked not in recorded and is_start and not is_first:
             recorded = _wait_for_rank_0(folder.hub, asked, key, config.comm.init_timeout_seconds)
-            how = "as rank 0 has found"
+            how = "as rank 0 recorded it"
         if asked in found:  # the same name for both keys
             how = pins[0].how
         elif asked not in recorded:
