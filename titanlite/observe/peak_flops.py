@@ -43,6 +43,7 @@ _DENSE_BF16: tuple[tuple[str, float], ...] = (
     (r"MI350X", 2300e12),
     (r"MI355X", 2500e12),
 )
+_AT_LEAST, _LARGEST = 1024, 8192  # sizes of matmuls
 _MEASURE_S, _REPEATS = 0.3, 5  # seconds for all sizes; runs per size, of which the fastest counts
 
 
@@ -120,8 +121,8 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, in
         _timed_matmul(a)  # untimed: picks the kernel of this size
         seconds = min(_timed_matmul(a) for _ in range(_REPEATS))
         best = max(best, 2 * size**3 / seconds)
-        # The next size takes 8 times as long.
-        if size == 8192 or time.perf_counter() + 8 * (1 + _REPEATS) * seconds > end:
+        # The next size takes 8 times as long. On a busy machine a small one takes as long as its threads wait.
+        if size == _LARGEST or (size >= _AT_LEAST and time.perf_counter() + 8 * (1 + _REPEATS) * seconds > end):
             return best, size
         size *= 2
 

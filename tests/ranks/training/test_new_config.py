@@ -11,7 +11,7 @@ from titanlite.commands import main
 
 def test_a_config_for_a_cpu_takes_a_step(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titanlite.observe.peak_flops._MEASURE_S", 0.0)
+    monkeypatch.setattr("titanlite.observe.peak_flops._LARGEST", 256)
     flags = ("--model", "debug", "--data", str(desk.folder / "train.txt"), "--tokens", "200K", "--gpu", "cpu")
     assert main(["new", *flags, "--world", "2"]) == 0
     desk.rerun(Path("llama3-debug.toml"), "--job.stop_after=1", "--data.cache_dir=cache", world=2)
