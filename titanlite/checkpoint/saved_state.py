@@ -97,7 +97,7 @@ def read_state(folder: Path, step: int) -> SavedState:
     publish.verify(folder, largest=QUICKLY_HASHED)
     try:
         saved = cast(dict[str, Any], read_json(folder / STATE))
-        state = state_from_json(saved)
+        state = SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
     except (OSError, TypeError, *MALFORMED) as e:
         want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
         raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
@@ -111,11 +111,6 @@ def read_state(folder: Path, step: int) -> SavedState:
     else:
         return state
     raise CheckpointError(describe(str(folder), [problem]))
-
-
-def state_from_json(saved: Mapping[str, Any]) -> SavedState:
-    """Return the state in the parsed content of a `state.json`. Raise TypeError if it is none."""
-    return SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
 
 
 def best_of(losses: Mapping[int, float | None]) -> int | None:

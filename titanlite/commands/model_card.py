@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.saved_state import SavedState
+from titanlite.comparison.runs import recorded_receipt
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.schema import Config
 from titanlite.config.stages import source_keys
@@ -76,11 +77,12 @@ def _facts(
     }
     split = {"FSDP": ranks // math.prod(degrees.values()), **degrees, "expert parallel": mesh.expert_parallel_degree}
     layout = " × ".join(f"{name} {n}" for name, n in split.items() if n > 1)
-    receipt = _receipt(folder)
+    receipt = {entry["feature"]: entry["applied"] for entry in recorded_receipt(folder.path) or ()}
     facts = [["tokens", f"{rows[-1]['tokens']:,}"]] if rows else []
     facts += [["batch", f"{batch} sequences of {config.training.seq_len:,} tokens"]] if batch else []
     for key, source in sources.items():
-        tokens = receipt.get(key, {}).get("tokens")
+        applied = receipt.get(key)
+        tokens = applied.get("tokens") if isinstance(applied, dict) else None
         facts.append([key, f"`{_public(source)}`" + (f", {tokens:,} tokens" if isinstance(tokens, int) else "")])
     facts.append(["tokenizer", f"`{_public(config.data.tokenizer)}`"])
     facts.append(["optimizer", f"{config.optimizer.recipe}, learning rate {config.optimizer.lr:g}"])
@@ -88,18 +90,6 @@ def _facts(
     facts.append(["precision", precision + f", float8 {recipe}" * (recipe != "none")])
     facts.append(["layout", f"{ranks} process{'es' * (ranks > 1)}" + f": {layout}" * bool(layout)])
     return [*facts, ["software", f"titanlite {state.titanlite}, torch {state.torch}"]]
-
-
-def _receipt(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    """Return what the run's receipt says was applied, by feature, where that is an object; {} without a receipt."""
-    try:
-        entries = {entry["feature"]: entry["applied"] for entry in read_json(folder.receipt)}
-    except FileNotFoundError:
-        return {}
-    except MALFORMED as error:
-        want, fix = "what titanlite writes", "move it away, and the card has no tokens of sources"
-        raise CheckpointError.of(str(folder.path), folder.receipt.name, str(error), want, fix) from error
-    return {feature: applied for feature, applied in entries.items() if isinstance(applied, dict)}
 
 
 def _evaluation(folder: RunFolder, state: SavedState, rows: list[dict[str, Any]], averaged: bool) -> str:

@@ -204,8 +204,8 @@ class Loop:
         self.run.model.train()
         self.feed.check.tell()
         self.report.log(step, numbers)
-        losses = {key: loss for key, loss in numbers.items() if key in validation_losses(self.run.config)}
-        self.losses = step, {key: loss for key, loss in losses.items() if math.isfinite(loss)}
+        keys = validation_losses(self.run.config)
+        self.losses = step, {key: numbers[key] for key in keys if math.isfinite(numbers.get(key, math.nan))}
         if samples:
             self.report.samples(step, samples)
 
