@@ -17,22 +17,22 @@ from torch import Tensor
 
 from titanlite.device import Device, device_of
 from titanlite.kernels.operators import operator
-from titanlite.kernels.products import KERNEL_DTYPES
 
 
 def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) -> str:
-    """Name the implementation: "grouped_matmul", a kernel for Hopper, KERNEL_DTYPES and `widths`, N and K, divisible by
-    128; or "loop", one matmul per group after the host has waited for the groups' sizes."""
-    is_taken = dtype in KERNEL_DTYPES and not any(n % 128 for n in widths)
+    """Name what computes results in `dtype`: "grouped_matmul", a kernel for Hopper, 16 bits and `widths`, N and K,
+    divisible by 128; or "loop", one matmul per group after the host has waited for the groups' sizes."""
+    is_taken = dtype.itemsize == 2 and not any(n % 128 for n in widths)
     return "grouped_matmul" if is_taken and device.capability == (9, 0) else "loop"
 
 
-def _has_no_kernel(x: Tensor, *widths: int) -> bool:
-    return grouped_kernel(device_of(x.device), x.dtype, widths) == "loop"
+def _has_no_kernel(x: Tensor, dtype: torch.dtype, *widths: int) -> bool:
+    return grouped_kernel(device_of(x.device), dtype, widths) == "loop"
 
 
-def _is_loop(left: Tensor, right: Tensor, *_: Any) -> bool:
-    return _has_no_kernel(left, left.shape[1], right.shape[1])
+def _is_loop(left: Tensor, right: Tensor, *others: Any) -> bool:
+    dtype = next((given for given in others if isinstance(given, torch.dtype)), left.dtype)  # of float8's results
+    return _has_no_kernel(left, dtype, left.shape[1], right.shape[1])
 
 
 def _grouped_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
@@ -110,7 +110,7 @@ def scaled_grouped_matmul(
 @operator(
     "scaled_grouped_gradient",
     "grouped_gradient.launch_scaled_grouped_gradient",
-    unless=lambda grad, x, *_: x.shape[1] % 16 or _has_no_kernel(x, len(grad), len(x)),
+    unless=lambda grad, x, _, __, ___, dtype, *____: x.shape[1] % 16 or _has_no_kernel(x, dtype, len(grad), len(x)),
     flops=lambda grad_shape, x_shape, *_, **__: 2 * math.prod(grad_shape) * x_shape[0],
 )
 def scaled_grouped_gradient(

@@ -161,27 +161,31 @@ IN_FLOAT8 = [
 # Tensor cores keep 14 bits of a sum: each of its terms is off by 2^-13 of the largest, at most of their sizes together;
 # a split sum is off so within its steps alone.
 KEPT_OF_FLOAT8 = 2.0**-11
+RESULTS = [torch.bfloat16, torch.float32]  # a run may compute in float32, which Hopper's kernel does not write
 
 
 @pytest.mark.parametrize(("device", "counts", "N", "K"), IN_FLOAT8)
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", RESULTS)
 def test_float8_products_are_of_what_the_bytes_stand_for(
-    device: str, counts: list[int], N: int, K: int, fast: bool
+    device: str, counts: list[int], N: int, K: int, fast: bool, dtype: torch.dtype
 ) -> None:
     """Forward, and with weights of the groups beside each other, with one scale for a column of all of them."""
     a, a_inv, weight, weight_inv = in_float8(counts, N, K, device)
     offsets, ones = offsets_of(counts, device), torch.ones(1, N, device=device)
     beside = weight.permute(1, 0, 2).contiguous().permute(1, 0, 2)  # memory [N, G, K]
     for of, scale_inv in ((weight, weight_inv), (beside, ones)):
-        got = scaled_grouped_matmul(a, of, a_inv, scale_inv, offsets, torch.bfloat16, fast)
+        got = scaled_grouped_matmul(a, of, a_inv, scale_inv, offsets, dtype, fast)
+        assert got.dtype == dtype
         truth = rows_of_groups(a.double() * a_inv, of.double() * scale_inv[:, :, None], offsets)
         assert close(got, *truth, KEPT_OF_FLOAT8)
 
 
 @pytest.mark.parametrize(("device", "counts", "N", "K"), IN_FLOAT8)
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", RESULTS)
 def test_float8_gradients_contract_the_rows_of_a_group(
-    device: str, counts: list[int], N: int, K: int, fast: bool
+    device: str, counts: list[int], N: int, K: int, fast: bool, dtype: torch.dtype
 ) -> None:
     """Groups begin at multiples of 16; between them, and behind them, are rows of nobody, zeros or none of theirs."""
     counts = [-(-n // 16) * 16 for n in counts]
@@ -190,9 +194,9 @@ def test_float8_gradients_contract_the_rows_of_a_group(
     ones, offsets = torch.ones(R, 1, device=device), offsets_of(counts, device)
     (grad, grad_inv), (x, x_inv) = (cast_transpose(t, ones, True, torch.float8_e4m3fn, True) for t in (grad, x))
     for scales in ((grad_inv, x_inv), (None, x_inv), (grad_inv, None)):
-        got = scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast)
+        got = scaled_grouped_gradient(grad, x, *scales, offsets, dtype, fast)
         of_grad, of_x = (t.double() * (1 if by is None else by) for t, by in zip((grad, x), scales, strict=True))
         groups = [(of_grad[:, i:j], of_x[:, i:j]) for i, j in pairwise(offsets)]
         found = per_group(lambda grad, x: grad @ x.t(), groups)
         assert all(close(*each, KEPT_OF_FLOAT8) for each in zip(got, *found, strict=True))
-        assert torch.equal(got, scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast))
+        assert torch.equal(got, scaled_grouped_gradient(grad, x, *scales, offsets, dtype, fast))
