@@ -55,10 +55,16 @@ class RecordedPass:
                     raise
                 self._waits = True
                 return
-        graph = torch.cuda.CUDAGraph()
+        graph, stream, after = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
         shared = next((graph.pool() for graph, _ in self._recorded.values()), None)
-        with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):  # other threads pin memory
-            logits = self._run(last)
+        stream.wait_stream(after)
+        with torch.cuda.stream(stream):  # torch.cuda.graph would empty the cache, which the next step fills again
+            graph.capture_begin(shared, capture_error_mode="thread_local")  # other threads pin memory
+            try:
+                logits = self._run(last)
+            finally:
+                graph.capture_end()
+        after.wait_stream(stream)
         self._recorded[end] = graph, logits
 
     def _run(self, last: int) -> Tensor:
