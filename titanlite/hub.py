@@ -226,6 +226,19 @@ def _fetch_small(text: str, key: str, files: Sequence[str], optional: Sequence[s
 
 
 @contextmanager
+def without_retries_told() -> Iterator[None]:
+    """Keep what `huggingface_hub` says of its retries off the terminal: the error that follows them has the reason."""
+    from huggingface_hub.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@contextmanager
 def _download_lock(text: str) -> Iterator[None]:
     """Let one process of a host fetch from a commit, while the others wait."""
     from huggingface_hub.utils import WeakFileLock

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import titanlite
 from titanlite.checkpoint import publish
+from titanlite.checkpoint.resume import dims_of, require_average
+from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.model_card import model_card
 from titanlite.comparison.run_paths import require_runs
@@ -47,17 +49,15 @@ def run(argv: Sequence[str]) -> int:
     averaged = "--ema" in given
     out = Path(given.get("--out", folder.path / "hugging_face" / f"{checkpoint.name}{'-ema' * averaged}"))
     _check_target(config, out, dtype, given.get("--push"))
+    state = read_state(checkpoint, step)
+    if averaged:
+        require_average("titanlite export", checkpoint, state)
     if repo := given.get("--push"):
         require_login(repo, "--push")  # before an export that may take long
     say_first(f"exporting {checkpoint}")
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
-    from titanlite.checkpoint.resume import dims_of, require_average
-    from titanlite.checkpoint.saved_state import read_state
 
-    state = read_state(checkpoint, step)
-    if averaged:
-        require_average("titanlite export", checkpoint, state)
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = trained_tokenizer("titanlite export", name, config.data.add_bos_token, state.tokenizer)

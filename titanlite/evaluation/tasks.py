@@ -21,6 +21,7 @@ from titanlite.config.build import show
 from titanlite.durable import require_reachable
 from titanlite.errors import DataError, Problem, describe, nearest
 from titanlite.extras import missing_packages
+from titanlite.hub import without_retries_told
 from titanlite.json_file import parse_json
 
 KEY = "evaluation.tasks"
@@ -175,7 +176,8 @@ def _of_hub(name: str) -> Task:
 
     task = HUB[name]
     try:
-        rows: Any = datasets.load_dataset(task.path, task.config, split=task.split)
+        with without_retries_told():
+            rows: Any = datasets.load_dataset(task.path, task.config, split=task.split)
         questions = tuple(map(task.question, rows))
     except Exception as error:  # the network or the cache may fail, or the dataset may have changed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -34,6 +34,7 @@ from titanlite.preflight.hints import (
     trained_on,
     unaligned_vocabulary,
     unread_environment,
+    unvalidated_checkpoints,
 )
 from titanlite.preflight.hub_names import Pin, names_hub, pin_names
 from titanlite.preflight.run_folder import RunFolder
@@ -171,7 +172,7 @@ def checked_run(
     is_look = origin.of("training.steps") == COMMAND_LINE  # a flag asks for a few steps of a long run
     warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
     warnings += repeated
-    warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
+    warnings += [unaligned_vocabulary(config, dims), unvalidated_checkpoints(config), None if is_look else cut]
     if given and not resumes(config) and branch_of(config) is None:
         warnings.append(other_tokenizer(config, inputs))
     steps_hint = None

@@ -3,6 +3,7 @@
 `titanlite validate` prints both, and a run logs them before its first step.
 """
 
+import math
 import os
 from itertools import product
 from typing import Any
@@ -135,6 +136,19 @@ def no_export(config: Config, dims: ModelDims) -> str | None:
         return None
     what = ", ".join(f"{problem.where} = {problem.saw}" for problem in wrong)
     return f"titanlite export will refuse this model: {what} is computed by no class of transformers"
+
+
+def unvalidated_checkpoints(config: Config) -> str | None:
+    """Return a warning if `checkpoint.keep_best` chooses among fewer than half of the run's checkpoints, else None."""
+    key, interval, freq = config.checkpoint.keep_best, config.checkpoint.interval, config.validation.freq
+    steps = config.training.steps
+    # The last step is saved and validated, whatever its number.
+    saved, validated = -(-steps // interval), -(-steps // math.lcm(interval, freq))
+    if not key or 2 * validated >= saved:
+        return None
+    why = f"of {saved:,} checkpoints {validated:,} will have this loss, measured at their own step"
+    fix = f"validation.freq = {interval}, or a checkpoint.interval that is a multiple of {freq}, validates each"
+    return f"checkpoint.keep_best = {show(key)}: {why}; {fix}"
 
 
 def cut_schedule(config: Config, table: StageTable) -> str | None:

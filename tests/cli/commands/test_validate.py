@@ -89,6 +89,27 @@ def test_a_schedule_that_is_cut_is_a_warning_and_at_a_look_a_hint(file: str, fla
     assert others == ()
 
 
+@pytest.mark.parametrize(
+    ("interval", "freq", "said"),
+    [
+        (30, 50, "of 11 checkpoints 3 will have this loss"),  # of steps 150, 300 and 310, the last
+        (10, 30, "of 31 checkpoints 11 will have this loss"),
+        (10, 20, ""),  # half of them
+        (25, 5, ""),
+        (400, 30, ""),
+    ],
+)
+def test_checkpoints_of_which_few_have_the_loss_that_is_kept_are_a_warning(
+    file: str, interval: int, freq: int, said: str
+) -> None:
+    keep = "--training.steps=310", "--checkpoint.keep_best=validation_loss"
+    flags = *keep, "--validation.enable", f"--validation.freq={freq}"
+    warned = checked_run([file, *flags, f"--checkpoint.interval={interval}"]).warnings
+    found = [text for text in warned if text.startswith('checkpoint.keep_best = "validation_loss": ')]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
 def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
     out = call("validate", file, "--model.vocab_size", "260", "--lr_scheduler.warmup_steps", "101")
     assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")

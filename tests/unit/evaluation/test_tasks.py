@@ -1,6 +1,7 @@
 """Tasks: what a file may say, what the hub's rows become, and every mistake by its line."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,13 @@ def test_a_dataset_that_is_not_there_is_said_with_the_way_to_get_it(monkeypatch:
     import datasets
 
     def offline(*_: Any, **__: Any) -> None:
+        retries.warning("Retrying in 1s [Retry 1/5].")  # by huggingface_hub, before it gives up
         raise ConnectionError("no network")
 
+    retries, told = logging.getLogger("huggingface_hub.utils._http"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = told.append
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     monkeypatch.setattr(datasets, "load_dataset", offline)
     load_tasks(["hellaswag"], with_hub=False)  # without a look at the hub
     with pytest.raises(DataError) as caught:
@@ -104,4 +110,7 @@ def test_a_dataset_that_is_not_there_is_said_with_the_way_to_get_it(monkeypatch:
     assert 'evaluation.tasks = "hellaswag"' in str(caught.value)
     assert "(no network)" in str(caught.value)
     assert "fix:  hf download --repo-type dataset Rowan/hellaswag" in str(caught.value)
+    assert not told
+    retries.warning("of another command")
+    assert len(told) == 1
     assert tasks.HUB["arc_easy"].config == "ARC-Easy"
