@@ -147,6 +147,17 @@ def fetch_description(text: str, key: str) -> None:
         raise HubError.of("Hugging Face hub", key, f"{text!r}, which has no {ONE_FILE}", "safetensors", fix)
 
 
+def knows_dataset(name: str) -> bool:
+    """Return whether the hub can be asked, once and without a retry, and gives a dataset to this host."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name)
+    except Exception:  # of the network, of the hub, or of a name that is none
+        return False
+    return True
+
+
 def missing_weights(text: str) -> list[str]:
     """Return the files of weights that the cache lacks, of a name that `fetch_description` has seen; [] for a path."""
     return [file.name for file in weight_files(folder_of(text)) if not file.is_file()] if is_hub_name(text) else []

@@ -86,9 +86,17 @@ class Choices:
     outlook: Outlook
     float8: float | None
 
+    @property
+    def trained_on(self) -> int:
+        """Return the number of tokens that the chosen steps train on."""
+        training = self.config.training
+        return training.steps * (training.global_batch_size or 1) * training.seq_len
+
 
 class UnfitError(ConfigError):
-    """A model does not fit the machine."""
+    """A model does not fit the machine. `short` has the reason in few words."""
+
+    short = ""
 
 
 def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
@@ -188,7 +196,9 @@ def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wis
     least = min(candidates, key=lambda candidate: candidate.on_device, default=None)
     if least is None:
         want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
-        return UnfitError.of("command line", "--world", str(machine.world), want, "--world 8")
+        error = UnfitError.of("command line", "--world", str(machine.world), want, "--world 8")
+        error.short = "no layout divides its heads and batch"
+        return error
     need = least.on_device / usable(1)
     want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
     config = _with(least.config, training={"global_batch_size": None})
@@ -196,7 +206,9 @@ def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wis
     memory = MemoryModel(config, least.setting.dims, None, least.setting.rules, machine.world)
     more = machine.rates and processes_that_fit(memory, LEAST, limit)
     fix = f"{more}, or a smaller model" if more else "a smaller model"
-    return UnfitError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
+    error = UnfitError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
+    error.short = f"at least {need:.1f} GiB on each" + (f"; it fits with {more}" if more else "")
+    return error
 
 
 def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) -> Outlook:

@@ -7,6 +7,7 @@ from operator import attrgetter
 from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.commands.new_choices import FITTED_FROM, MIXTURE_LR, TOKENS_A_PARAMETER, Choices, fitted_learning_rate
+from titanlite.commands.new_text import TextSize
 from titanlite.config.build import show
 from titanlite.forecast.outlook import large
 from titanlite.forecast.search import RESERVE_GIB, fastest_by
@@ -15,13 +16,12 @@ from titanlite.preflight.machine import Machine
 
 _WIDTH = 100
 _MOST_OTHERS = 3  # most alternatives named in a comment
-_STDLIB_TOKENS = 3 * 10**7
 
 
-def config_text(choices: Choices, file: str) -> str:
+def config_text(choices: Choices, file: str, size: TextSize) -> str:
     """Return the text of the config file, with comments. `file`: its path, for the commands in the comments."""
     text, before = "".join(f"{_comment_lines(line)}\n" for line in _heading(choices, file)), ""
-    for key, why in _reasons(choices).items():
+    for key, why in _reasons(choices, size).items():
         section, _, name = key.partition(".")
         if why is not None:
             text += f"\n[{section}]\n" * (section != before) + f"{_comment_lines(why)}\n" * bool(why)
@@ -30,11 +30,15 @@ def config_text(choices: Choices, file: str) -> str:
     return text
 
 
-def _reasons(choices: Choices) -> dict[str, str | None]:
+def _reasons(choices: Choices, size: TextSize) -> dict[str, str | None]:
     """Return by key the comment that explains its value. A key whose comment is None is left out of the file."""
     config, world, is_cpu = choices.config, choices.machine.world, choices.machine.rates is None
     validation, is_text = config.validation, choices.inputs.sources["data.source"].kind != "tokens"
-    by_bytes = "256 ids, one for each byte; better: the path of a tokenizer.json"
+    of_tokenizer = ""
+    if config.data.tokenizer == "bytes":
+        of_tokenizer = "256 ids, one for each byte; better: the path of a tokenizer.json"
+    elif size.trained:
+        of_tokenizer = f"{size.trained}; keep the file, without which the model cannot read or write text"
     no_more = "no more than are trained on; of fewer, all are taken again"
     at_once = "; more are hardly faster on a CPU" if is_cpu else f": {_others(choices, 'at_a_time', ('degree',))}"
     fused = world > 1 and config.parallelism.async_tensor_parallel
@@ -46,9 +50,9 @@ def _reasons(choices: Choices) -> dict[str, str | None]:
         "model.name": "",
         "model.flavor": _of_size(choices),
         "model.vocab_size": _of_vocabulary(choices),
-        "data.source": _of_source(choices),
+        "data.source": _of_source(choices, size),
         "data.max_tokens": no_more if config.data.max_tokens else None,
-        "data.tokenizer": by_bytes * (config.data.tokenizer == "bytes") if is_text else None,
+        "data.tokenizer": of_tokenizer if is_text else None,
         "training.steps": _of_steps(choices),
         "training.seq_len": _of_length(choices),
         "training.local_batch_size": f"sequences at a time{at_once}",
@@ -119,12 +123,11 @@ def _of_vocabulary(choices: Choices) -> str | None:
     return f"{what}, rounded up to a multiple of 128"
 
 
-def _of_source(choices: Choices) -> str:
-    if choices.inputs.sources["data.source"].name != "python_stdlib":
-        return "your text; titanlite prepare makes tokens of it ahead of time, so that no GPU waits"
-    times = choices.tokens / (choices.inputs.tokens.get("data.source") or _STDLIB_TOKENS)
-    again = f", taken {times:,.0f} times here" if times >= 2 else ""
-    return f"Python's own library, some 30 million bytes that every machine has{again}: enough to see a run work"
+def _of_source(choices: Choices, size: TextSize) -> str:
+    tokens = size.in_words(choices.trained_on)
+    if choices.inputs.sources["data.source"].name == "python_stdlib":
+        return f"Python's own library, which every machine has, enough to see a run work: {tokens}"
+    return f"your text: {tokens}. titanlite prepare makes tokens of it ahead of time, so that no GPU waits"
 
 
 def _of_steps(choices: Choices) -> str:

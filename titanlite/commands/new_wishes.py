@@ -10,12 +10,18 @@ from titanlite import recipes
 from titanlite.config.problems import Origin
 from titanlite.config.schema import Config, Model
 from titanlite.data.inputs import Inputs, check_inputs
+from titanlite.data.train_tokenizer import LEAST_IDS
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.hub import folder_of, is_hub_name
 from titanlite.preflight.output_file import require_new
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import is_part
 
+LIST = "list"
+"""In place of a model: all models, with whether they fit, and how long each takes."""
+TRAIN = "train:"
+"""Before the number of ids of a tokenizer that is to be trained."""
+_MOST_IDS = 1 << 20
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _MOST_TOKENS = 1e18
 _COUNT = re.compile(r"([0-9_,]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMBT]?)", re.IGNORECASE)
@@ -27,6 +33,7 @@ class Wishes:
 
     Attributes:
         model: name and flavor, as `llama3-8B`.
+        tokenizer: as data.tokenizer, or `train:N`, which `read_text` makes a file.
         tokens: number of tokens to train on; 0: as many as suit the model.
         is_elsewhere: whether the run is planned for another machine; the tokenizer may then be missing on this one.
     """
@@ -71,11 +78,31 @@ def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:
     return config, replace(inputs, tokenizer=None, tokens={}) if lacks else inputs
 
 
+def ids_to_train(tokenizer: str) -> int:
+    """Return N of `train:N`; 0 if the text names a tokenizer that exists. Refuse `train:` with another text."""
+    if not tokenizer.startswith(TRAIN):
+        return 0
+    text = tokenizer.removeprefix(TRAIN)
+    n_ids = int(text) if text.isdecimal() and len(text) < 10 else 0
+    if not LEAST_IDS <= n_ids <= _MOST_IDS:
+        want = f"{TRAIN}N with a number of ids from {LEAST_IDS} (the bytes, and the end of a text) to {_MOST_IDS:,}"
+        raise ConfigError.of("command line", "--tokenizer", tokenizer, want, f"--tokenizer {TRAIN}8192")
+    return n_ids
+
+
 def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhere: bool) -> None:
     """Check the wishes that flags give, and raise all errors as one. None: not given, to be asked for later."""
-    wishes = Wishes("", data or Config().data.source, tokenizer, is_elsewhere=is_elsewhere)
+
+    def check_text() -> None:
+        n_ids, source = ids_to_train(tokenizer), data or Config().data.source
+        wishes = Wishes("", source, "bytes" if n_ids else tokenizer, is_elsewhere=is_elsewhere)
+        is_text = wished_inputs(Config(), wishes)[1].is_text
+        if n_ids and not is_text:
+            want = f"no {TRAIN}N for token files such as {source!r}, whose ids another tokenizer has made"
+            raise ConfigError.of("command line", "--tokenizer", tokenizer, want, "leave it out")
+
     found = list[TitanliteError]()
-    for check in (lambda: model is not None and wished_model(model), lambda: wished_inputs(Config(), wishes)):
+    for check in (lambda: model in (None, LIST) or wished_model(model), check_text):
         try:
             check()
         except TitanliteError as error:

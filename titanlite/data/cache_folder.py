@@ -42,7 +42,7 @@ class Preparation:
             given = self.tokenizer.name
             name = read_name(given, "").repo if is_hub_name(given) else Path(given).stem
         key = self._hash(source, self.stamps)
-        return Path(os.path.expanduser(self.data.cache_dir)) / f"{_slug(source)}-{_slug(name)}-{key}"
+        return Path(os.path.expanduser(self.data.cache_dir)) / f"{slug(source)}-{slug(name)}-{key}"
 
     @property
     def inputs(self) -> str:
@@ -91,7 +91,7 @@ class Preparation:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """Turn a name into a part of a file name. A long name keeps its end, where paths differ most."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"
 

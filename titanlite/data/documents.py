@@ -244,6 +244,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             tally.skipped += [] if tally.record or tally.file else left_out(source)
         builder = builder_of(source)
         if source.files and (files := own_files(builder, split)):
+            tally.all_bytes = sum(file.stat().st_size for file in files)
             yield from documents(replace(source, kind="text", files=files, dataset=None), text_key, tally)
             return
         number, revision = tally.record, str(builder.hash)
@@ -252,6 +253,8 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             fix = "delete its folder in data.cache_dir that ends in .unfinished, and run again"
             raise source.refused(what, "one revision of the dataset", fix)
         tally.revision = revision
+        stated = (builder.info.splits or {}).get(split)
+        tally.all_rows = (stated and stated.num_examples) or 0
         rows: Any = builder.as_streaming_dataset(split=split)
         for row in rows.skip(number) if number else rows:
             tally.record = number = number + 1
@@ -262,10 +265,9 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
                 yield document
             if tally.is_ended:
                 return
-        stated = (builder.info.splits or {}).get(split)
-        if stated is not None and number < (stated.num_examples or 0):
-            missing = stated.num_examples - number
-            tally.skipped.append(f"{missing:,} of the {stated.num_examples:,} rows that the dataset is said to have")
+        if number < tally.all_rows:
+            missing = tally.all_rows - number
+            tally.skipped.append(f"{missing:,} of the {tally.all_rows:,} rows that the dataset is said to have")
     except DataError:
         raise
     except BaseException as e:  # errors of the library, its back ends and the network have no common class

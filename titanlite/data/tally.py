@@ -40,6 +40,8 @@ class Tally:
     max_record_mib: int = Data.max_record_mib
     on_progress: Callable[[], object] = lambda: None  # called every few MB
     revision: str = ""  # revision of a dataset on the hub
+    all_bytes: int = 0  # of the files of a local dataset, 0: not known
+    all_rows: int = 0  # of a dataset that the `datasets` library reads; 0: not known
     is_ended: bool = False  # reading must end: a record that is too large exceeded the limit of bad records
     _passed: int = 0  # bytes since `on_progress` was called
 

@@ -92,21 +92,94 @@ def test_in_a_terminal_it_asks_until_an_answer_is_one(
 ) -> None:
     monkeypatch.setattr("titanlite.commands.new._is_terminal", lambda: True)
     monkeypatch.setattr("titanlite.preflight.machine.shows_gpus", lambda: False)
-    answers = ["llama3-9B", "", "nosuch.txt", text, "", "many", "2_000_000"]
+    monkeypatch.setattr("titanlite.commands.new_models.names", lambda _: ["llama3-debug"])
+    answers = ["llama3-9B", "list", "", "nosuch.txt", text, "train:9", "train:300", "many", "2_000_000"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{answer}\n" for answer in answers)))
     assert main(["new"]) == 0
     out, asked = capsys.readouterr()
-    assert out.startswith("wrote llama3-debug.toml, for 1 process on a CPU")
-    assert asked.count("model, as llama3-8B [llama3-debug]: ") == 2
+    listed, wrote, said = out.partition("wrote llama3-debug.toml, for 1 process on a CPU")
+    assert listed.splitlines()[1].startswith("  llama3-debug")
+    assert wrote
+    assert asked.count("model, as llama3-8B; list: all, with memory and time [llama3-debug]: ") == 3
     assert asked.count("hf:<dataset> [python_stdlib]: ") == 2
-    assert asked.count("tokenizer.json [bytes]: ") == 1
+    assert asked.count("tokenizer.json [bytes]: ") == 2
+    assert "want: train:N with a number of ids from 257" in asked
+    assert f"{text}: about " in asked.rpartition("tokens, as 20B; 0")[0]  # before the tokens are asked for
     assert asked.count("20 for each parameter that a token uses [0]: ") == 2
     assert "want: a number of tokens from 1 to 1e+18, as 20B, 500M or 1.5e9" in asked
     config = tomli.loads(Path("llama3-debug.toml").read_text())
     assert config["data"]["source"] == text
     assert config["data"]["max_tokens"] == 2_000_000
+    assert f"{config['data']['tokenizer']}: 300 ids, trained on all of its " in said
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # closed: nobody answers
     assert main(["new", "other.toml"]) == 130
+
+
+def test_the_text_is_counted_and_a_tokenizer_trained_once(call: Call, text: str) -> None:
+    wished = "--model", "debug", "--data", text, "--tokens", "20M", "--tokenizer", "train:300", *ON_CPU
+    said, n_bytes = call("new", "mine.toml", *wished), Path(text).stat().st_size
+    (file,) = Path("tokenizers").iterdir()
+    config = tomli.loads(Path("mine.toml").read_text())
+    assert config["data"]["tokenizer"] == str(file)
+    assert config["model"]["vocab_size"] == 384
+    written, before = " ".join(Path("mine.toml").read_text().replace("#", "").split()), file.stat().st_mtime_ns
+    assert f"{file}: 300 ids, trained on all of its 2.8 MB\n" in said
+    assert "300 ids, trained on all of its 2.8 MB; keep the file" in written
+    again = call("new", "again.toml", *wished)
+    assert f"{file}: 300 ids, trained on this text before\n" in again
+    assert file.stat().st_mtime_ns == before
+
+    prepared = call("prepare", "mine.toml", "--data.cache_dir=cache", "--data.max_tokens=0")
+    tokens = int(re.findall(r"tokens +([\d,]+) as uint16", prepared)[0].replace(",", ""))
+    estimate, each, n_epochs = re.findall(
+        r"about ([\d.]+) million tokens, ([\d.]+) bytes of text each, counted in all of its 2.8 MB\. "
+        r"20 million tokens are ([\d.]+) epochs",
+        written,
+    )[0]
+    assert float(estimate) * 1e6 == pytest.approx(tokens, rel=0.01)
+    assert float(each) == pytest.approx(n_bytes / tokens, rel=0.01)
+    assert float(n_epochs) == pytest.approx(20e6 / tokens, rel=0.01)
+    assert "million tokens are" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("small.txt", "100,001 tokens. 204,800 tokens are 2.05 epochs"),
+        ("ids.bin", "100,000 tokens. 204,800 tokens are 2.05 epochs"),
+        ("hf:a/b", "not counted, as the hub does not give it to this host"),
+    ],
+)
+def test_what_needs_no_sample_or_has_none_is_told_as_it_is(
+    call: Call, text: str, source: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("small.txt").write_text("x" * 100_000)
+    Path("ids.bin").write_bytes(bytes(200_000))
+    monkeypatch.setattr("titanlite.commands.new_text.knows_dataset", lambda name: name != "a/b")
+    flags = "--model", "debug", "--data", source, "--tokens", "204800", *ON_CPU
+    assert f"{source}: {said}\n" in call("new", "mine.toml", *flags)
+    if source == "ids.bin":
+        refused = call("new", "other.toml", *flags, "--tokenizer", "train:300", ends=2)
+        assert "want: no train:N for token files such as 'ids.bin'" in refused
+
+
+def test_models_are_listed_with_what_they_take_or_why_they_do_not_fit(
+    call: Call, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["llama3-70B", "llama3-1B", "llama3-debug"]
+    monkeypatch.setattr("titanlite.commands.new_models.names", lambda _: names)
+    main(["new", "--model", "list", "--data", text, "--gpu", "h100", "--tokens", "20B"])
+    out, err = capsys.readouterr()
+    assert "for one GPU, as --world is not given; --world 8 plans for a host of 8\n" in err
+    first, _, *rows = out.splitlines()
+    assert first.startswith(f"{text}: about 2.78 million tokens, ")
+    assert [row.split()[0] for row in rows] == names[::-1]
+    said = call("new", "mine.toml", "--model", "1B", "--data", text, "--gpu", "h100", "--world", "1", "--tokens", "20B")
+    lasts = re.findall("20 billion tokens take (.*)\n", said)[0]
+    assert re.fullmatch(rf" +llama3-1B +974 million +20 billion +[\d.]+ GiB +{lasts}", rows[1])
+    least = r"does not fit: at least [\d.]+ GiB on each; it fits with --world \d+"
+    assert re.fullmatch(rf" +llama3-70B +70\.6 billion +{least}", rows[2])
+    assert sorted(os.listdir()) == ["mine.toml", text]
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
@@ -170,6 +243,8 @@ def test_a_tokenizer_that_another_machine_has_need_not_be_here(
         (("--model", "9B"), "one of 1B, 3B, 405B, 70B, 8B, debug"),
         (("--model", "8B", "--data", "nosuch.txt"), "nosuch.txt"),
         (("--tokens", "20x"), "--tokens 20B"),
+        (("--tokenizer", "train:many"), "fix:  --tokenizer train:8192"),
+        (("--tokenizer", "train:256"), "want: train:N with a number of ids from 257 "),
         (("--tokenizer", "nosuch.json"), "nosuch.json"),
         (("--world", "0"), "a number of GPUs, at least 1"),
         (("--device-gib", "much"), "the GiB of a GPU"),

@@ -101,7 +101,7 @@ def test_a_dataset_that_is_not_there_is_said_with_the_way_to_get_it(monkeypatch:
 
     retries, told = logging.getLogger("huggingface_hub.utils._http"), list[logging.LogRecord]()
     handler = logging.Handler()
-    handler.emit = told.append
+    monkeypatch.setattr(handler, "emit", told.append)
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     monkeypatch.setattr(datasets, "load_dataset", offline)
     load_tasks(["hellaswag"], with_hub=False)  # without a look at the hub

@@ -1,0 +1,49 @@
+"""List the models that `titanlite new` can write a config for: whether each fits, and how long it trains."""
+
+import sys
+from dataclasses import replace
+
+from titanlite.byte_size import byte_size
+from titanlite.commands.new_choices import UnfitError, choose_run
+from titanlite.commands.new_wishes import Wishes, wished_model
+from titanlite.config.schema import Config
+from titanlite.errors import TitanliteError
+from titanlite.forecast.outlook import large
+from titanlite.models.experts import count_parameters
+from titanlite.models.find import build_model
+from titanlite.preflight.machine import Machine
+from titanlite.recipes import model_dims, names
+
+
+def list_models(wishes: Wishes, machine: Machine) -> None:
+    """Print each model, the smallest first, as soon as its fastest run on the machine is found.
+
+    A line has the model's parameters, the tokens that `wishes` has or that suit it, memory of a GPU and the run's
+    time; or why it does not fit.
+    """
+    models = sorted(names("model"), key=_parameters)
+    is_gpu = machine.rates is not None
+    width, of = max(map(len, models)), "of each GPU" if is_gpu else "memory"
+    _print(f"{'model':{width}}  {'parameters':>13}  {'tokens':>13}  {of:>11}  {'time':>12}")
+    for name in models:
+        try:
+            found = choose_run("new", replace(wishes, model=name), machine)
+            held = byte_size(found.chosen.on_device * (1 if is_gpu else machine.world))
+            numbers = f"{large(found.parameters):>13}  {large(found.tokens):>13}  {held:>11}"
+            _print(f"{name:{width}}  {numbers}  {found.outlook.lasts:>12}")
+        except UnfitError as error:
+            _print(f"{name:{width}}  {large(_parameters(name)):>13}  does not fit: {error.short}")
+        except TitanliteError as error:
+            problem = error.args[0].problems[0]
+            _print(f"{name:{width}}  {large(_parameters(name)):>13}  {problem.where}: {problem.want}")
+
+
+def _parameters(name: str) -> int:
+    """Return the number of parameters of a model with its own vocabulary."""
+    model = wished_model(name)
+    return count_parameters(build_model(model, model_dims(Config(model=model)), 1))[0]
+
+
+def _print(row: str) -> None:
+    sys.stdout.write(f"  {row}\n")
+    sys.stdout.flush()
