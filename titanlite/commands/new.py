@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
     if is_terminal or model == LIST:
         sys.stderr.write(f"for {machine}\n")
     if model == LIST:
-        _list_models(named, wishes, machine)
+        _list_models(Path(named or "").parent, replace(wishes, model=""), machine)
         if not is_terminal:
             return 0
         wishes = replace(wishes, model="")
@@ -115,6 +115,7 @@ def _ask_and_choose(
 ) -> tuple[Path, Wishes, "Choices", "TextSize"]:
     """Choose a run and its file; ask for wishes that are "", and for another model if one does not fit with them."""
     from titanlite.commands.new_choices import TOKENS_A_PARAMETER, UnfitError, choose_run, default_model
+    from titanlite.commands.new_text import read_text
 
     def fits(answer: str) -> None:
         """Refuse a model that does not fit, with default values in place of choices that are not made yet."""
@@ -135,7 +136,7 @@ def _ask_and_choose(
         if not wishes.model:
             answer = _ask(f"model, as llama3-8B; {LIST}: all, with memory and time", default_model(machine), fits)
             if answer == LIST:
-                _list_models(named, wishes, machine)
+                _list_models(Path(named or "").parent, wishes, machine)
                 continue
             wishes = replace(wishes, model=answer)
         file = file_to_write(named, wishes.model)
@@ -144,7 +145,7 @@ def _ask_and_choose(
         if not wishes.tokenizer:
             kinds = f"tokenizer: bytes, {TRAIN}8192, hf:OWNER/MODEL, or the path of a tokenizer.json"
             wishes = replace(wishes, tokenizer=_ask(kinds, "bytes", reads))
-        wishes, text = _read_text(named, wishes)
+        wishes, text = read_text(wishes, file.parent)
         if asks_tokens:
             sys.stderr.write(f"{wishes.data}: {text.words}\n")
             wishes, asks_tokens = replace(wishes, tokens=counted(_ask(how_many, "0", counted))), False
@@ -164,21 +165,15 @@ def _with_defaults(wishes: Wishes) -> Wishes:
     return replace(wishes, data=wishes.data or "python_stdlib", tokenizer=wishes.tokenizer if is_there else "bytes")
 
 
-def _read_text(named: str | None, wishes: Wishes) -> tuple[Wishes, "TextSize"]:
-    """Train a tokenizer if one is wished, beside the file that is `named`, and count the text's tokens."""
+def _list_models(folder: Path, wishes: Wishes, machine: Machine) -> None:
+    """Print what `--model list` shows: the size of the text, and each model on the machine. `folder`: of the config."""
+    from titanlite.commands.new_models import list_models
     from titanlite.commands.new_text import read_text
 
-    return read_text(wishes, Path(named or "").parent)
-
-
-def _list_models(named: str | None, wishes: Wishes, machine: Machine) -> None:
-    """Print what `--model list` shows: the size of the text, if one is given, and each model on the machine."""
-    from titanlite.commands.new_models import list_models
-
-    if wishes.data:
-        wishes, text = _read_text(named, replace(wishes, model="", tokenizer=wishes.tokenizer or "bytes"))
-        sys.stdout.write(f"{wishes.data}: {text.words}\n")
-    list_models(_with_defaults(wishes), machine)
+    wishes = replace(wishes, data=wishes.data or "python_stdlib", tokenizer=wishes.tokenizer or "bytes")
+    wishes, text = read_text(wishes, folder)
+    sys.stdout.write(f"{wishes.data}: {text.words}\n")
+    list_models(wishes, machine)
 
 
 def _is_terminal() -> bool:

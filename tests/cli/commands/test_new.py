@@ -98,7 +98,7 @@ def test_in_a_terminal_it_asks_until_an_answer_is_one(
     assert main(["new"]) == 0
     out, asked = capsys.readouterr()
     listed, wrote, said = out.partition("wrote llama3-debug.toml, for 1 process on a CPU")
-    assert listed.splitlines()[1].startswith("  llama3-debug")
+    assert listed.splitlines()[-1].startswith("  llama3-debug")
     assert wrote
     assert asked.count("model, as llama3-8B; list: all, with memory and time [llama3-debug]: ") == 3
     assert asked.count("hf:<dataset> [python_stdlib]: ") == 2
