@@ -14,12 +14,11 @@ from collections.abc import Sequence
 
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.commands.arguments import Command, number_of
-from titanlite.commands.at_work import at_work
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 from titanlite.observe.status import now, read_status
-from titanlite.preflight.checked_run import VERBOSE, VERBOSE_HELP, CheckedRun, checked_run
-from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
+from titanlite.preflight.checked_run import VERBOSE, VERBOSE_HELP, checked_run
+from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import check_start
@@ -57,8 +56,6 @@ def run(argv: list[str]) -> int:
     if n == 1:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *program])
-    if not shows_gpus():
-        _require_memory(checked, n)
     return _launch(n, program, checked.config)
 
 
@@ -74,15 +71,6 @@ def _n_processes(asked: int | None) -> int:
         fix = f"--gpus {there}, or torchrun with --nnodes on several hosts"
         raise ConfigError.of("command line", "--gpus", str(asked), want, fix)
     return asked or there or 1
-
-
-def _require_memory(checked: CheckedRun, n: int) -> None:
-    """Refuse a run of `n` processes whose weights and moments this host without GPUs cannot hold, as its ranks do."""
-    with at_work("assembling the model for what only it can tell"):
-        from titanlite.training.assemble import try_assembly  # imports torch, as the launcher does
-
-        if lack := lack_of_memory(checked.config, try_assembly(checked, n).trained, n):
-            raise ConfigError(lack)
 
 
 def _launch(n: int, program: Sequence[str], config: Config) -> int:
