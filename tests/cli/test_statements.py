@@ -307,7 +307,7 @@ def _() -> Iterator[str]:
 @page("titanlite/config/schema.py")
 def _() -> Iterator[str]:
     least, share = of("evaluation.inputs:_LEAST"), percent(of("evaluation.inputs:_SHARE"))
-    peers, host = of("config.check:_MOST_PEERS"), of("forecast.memory:GPUS_OF_A_HOST")
+    peers, host = of("config.check:_MOST_PEERS"), of("forecast.network:GPUS_OF_A_HOST")
     yield f"ends the run after {of('training.report:MAX_SKIPPED_IN_A_ROW')} in a row"
     yield f"`bytes` ({of('data.tokenizer:ByteTokenizer').vocab_size} ids"
     yield f"where 2 to {peers} GPUs of one host, which is taken to have {host},"

@@ -3,7 +3,8 @@
 The models are `titanlite/forecast/memory.py` and `step_time.py`. Where these cannot predict, a note gives the reason.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
@@ -40,6 +41,7 @@ class Forecast:
         notes: parts that are not predicted, and costs that a prediction leaves out; a line each.
         symmetric_memory: bytes on top of the peak that other ranks write into, where the GPUs can do so.
         attended: lengths of documents, which give attention's share of plain causal attention.
+        between_hosts: milliseconds of a step that collectives between hosts take, hidden or not, by name.
         stage: shape of the stage whose step is predicted, in words; "" if the run has a single stage.
     """
 
@@ -54,6 +56,7 @@ class Forecast:
     attended: AttendedShare | None = None
     stage: str = ""
     update: UpdateTime | None = None
+    between_hosts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def on_device(self) -> int:
@@ -67,12 +70,14 @@ class Forecast:
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
             "symmetric_memory_bytes": self.symmetric_memory,
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
+            "between_hosts_ms": dict(self.between_hosts),
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "mfu": self.outlook and self.outlook.mfu,
             "attended_share": self.attended and self.attended.of(),
             "tokens_per_day": self.outlook and self.outlook.tokens_per_day,
             "days": self.outlook and self.outlook.days,
             "rates_of": self.rates.device,
+            "network": self.rates.network.key if self.between_hosts else None,
             "attention_by": self.rates.attention_by,
             "notes": list(self.notes),
         }
@@ -125,8 +130,8 @@ def forecast(
         measured = f"measured with {rates.window} tokens and head width 256, and is timed as that"
         notes.append(f"windowed attention was {measured}")
     if memory.world > rates.host:
-        hosts = f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been"
-        notes.append(f"{hosts} measured and are timed as if within one host, so this step time is a lower bound")
+        source = "bandwidth and NCCL's own latencies; they were not measured here"
+        notes.append(f"collectives between hosts are predicted from the network's published {source}")
     if memory.run.context_parallel > 1:
         notes.append(f"exchanges of keys and values take {time.key_exchange(blocks):,.0f} ms of a step")
     if config.data.document_mask:
@@ -137,7 +142,7 @@ def forecast(
     goes_on = outlook(config, token_flops(config, dims, attended), memory.world, speed, peak_flops)
     symmetric = memory.symmetric_memory
     found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
-    return replace(found, update=time.update())
+    return replace(found, update=time.update(), between_hosts=time.between_hosts(step))
 
 
 def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:
@@ -193,6 +198,11 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
         step = f"step time of the largest stage, {predicted.stage}" if predicted.stage else "step time"
         text += f"\npredicted {step}, from rates measured on {predicted.rates.device}"
         text += f"; attention by {predicted.rates.attention_by} (titanlite[gpu])\n{columns(*rows)}"
+    if predicted.between_hosts:
+        host, network = predicted.rates.host, predicted.rates.network.name
+        text += f"\nbetween hosts of {host} GPUs in a step, by {network} with one NIC for each GPU\n"
+        text += columns(*([name, f"{ms:,.1f} ms"] for name, ms in predicted.between_hosts.items()))
+        text += "the step time has what compute does not hide of these, and what it loses beside them\n"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 

@@ -33,7 +33,8 @@ from titanlite.commands.new_wishes import (
 )
 from titanlite.data.sources import resolve
 from titanlite.errors import ConfigError, DataError, Problem, TitanliteError, describe
-from titanlite.preflight.machine import GPU_NAMES, Machine, machine_here, machine_named
+from titanlite.forecast.network import DEFAULT_NETWORK, networks
+from titanlite.preflight.machine import GPU_NAMES, NETWORK, Machine, machine_here, machine_named, network_of
 from titanlite.preflight.output_file import writable
 from titanlite.text_table import folded, terminal_width
 
@@ -57,6 +58,7 @@ COMMAND = Command(
         f"{_GPU} NAME": f"plan for this GPU instead of those here: {', '.join(GPU_NAMES)}",
         f"{_GIB} GIB": "memory of each GPU, if it is not that GPU's; without --gpu, that of the nearest in memory",
         f"{_WORLD} N": "number of GPUs, over 8 whole hosts, or of processes of a CPU; default: all GPUs here, or one",
+        f"{NETWORK} NAME": f"network between hosts, one NIC a GPU: {', '.join(networks())}; default: {DEFAULT_NETWORK}",
     },
     "[FILE]",
 )
@@ -76,7 +78,8 @@ def run(argv: list[str]) -> int:
     gib = number_of(given, _GIB, float, "the GiB of a GPU", f"{_GIB} 80")
     data, tokenizer = given.get(_DATA), given.get(_TOKENIZER, None if is_terminal else "bytes")
     is_named = _GPU in given or _GIB in given
-    machine = machine_named(given.get(_GPU, ""), gib, world or 1) if is_named else None
+    network = network_of(given, world)
+    machine = machine_named(given.get(_GPU, ""), gib, world or 1, network) if is_named else None
     check_wishes(model, data, tokenizer or "bytes", is_named)
     if model != LIST and (named or model):
         file_to_write(named, model or "")
@@ -87,7 +90,7 @@ def run(argv: list[str]) -> int:
     with at_work("loading torch, and looking at the GPUs"):
         from titanlite.commands.new_file import config_text, outlook_in_words, start_command
 
-        machine = machine or machine_here(world)
+        machine = machine or machine_here(world, network)
     wishes = Wishes(model or "", data or "", tokenizer or "", tokens or 0, is_named)
     if is_terminal or model == LIST:
         sys.stderr.write(f"for {machine}\n")

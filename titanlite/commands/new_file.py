@@ -104,8 +104,6 @@ def _heading(choices: Choices, file: str) -> list[str]:
         how += f"{outlook_in_words(choices)}."
     else:
         how = f"A rough guess, by the data sheet of this GPU alone: {outlook_in_words(choices)}."
-    if machine.world > machine.rates.host:
-        how += " That is for GPUs of one host; between hosts it takes longer."
     lines.append(f"{how} A GPU holds {byte_size(choices.chosen.on_device)} of {machine.gib:.1f} GiB.")
     return lines
 

@@ -19,7 +19,9 @@ from titanlite.commands.at_work import at_work
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
+from titanlite.forecast.network import DEFAULT_NETWORK, networks
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.machine import NETWORK, network_of
 from titanlite.preflight.output_file import require_place, writable
 from titanlite.text_table import columns, folded, terminal_width
 
@@ -32,6 +34,7 @@ COMMAND = Command(
     {
         "--world N": "number of processes of the run; adds FSDP's collectives, memory and step time",
         f"{_DEVICE} NAME": f"the GPU to predict for: {' or '.join(DEVICES)}; default: {DEFAULT_DEVICE}",
+        f"{NETWORK} NAME": f"network between hosts, one NIC a GPU: {', '.join(networks())}; default: {DEFAULT_NETWORK}",
         f"{_GIB} GIB": "memory that the run must fit into, if it is not that GPU's",
         "--why TENSOR": "print only where the placement of a tensor, or of a module's output, comes from",
         "--json FILE": "also write the whole plan to this file",
@@ -56,7 +59,7 @@ def run(argv: list[str]) -> int:
     if _GIB in given and world is None:
         raise ConfigError.of("command line", _GIB, given[_GIB], _NEEDS_WORLD, f"{_GIB} {given[_GIB]} --world 8")
     device_gib = number_of(given, _GIB, float, "the GiB of a device", f"{_GIB} 80", below=math.inf)
-    device = _device(given, world)
+    device, network = _device(given, world), network_of(given, world)
     if "--json" in given:
         require_place("--json", Path(given["--json"]))
     checked = checked_run(arguments.flags, world)
@@ -76,7 +79,8 @@ def run(argv: list[str]) -> int:
         # Placements do not depend on the number of processes, so --why alone needs no prediction.
         is_split = checked.config.parallelism.tensor_parallel_degree > 1
         is_for_why = "--why" in given and "--json" not in given and is_split
-        planned = plan_run(checked, arguments.file, None if is_for_why else world, device, not is_for_why)
+        asked = checked, arguments.file, None if is_for_why else world, device
+        planned = plan_run(*asked, network=network, lists_collectives=not is_for_why)
         # A plan of a single process lacks the first table, and would begin with an empty line.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:
@@ -103,14 +107,14 @@ def _diff(argv: list[str]) -> int:
     given = COMMAND.read(before)
     is_other = not after[0].startswith("-") or any(word.partition("=")[0] == "--config" for word in after)
     other = COMMAND.read(after if is_other else [*given.flags, *after])
-    if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE)]:
+    if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE, NETWORK)]:
         raise ConfigError.of("command line", odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
     with at_work(_AT_WORK):
         from titanlite.commands.plan_tables import plan_facts
         from titanlite.commands.planned_run import plan_run
 
         plans = [
-            plan_run(checked_run(one.flags, world), one.file, world, _device(own, world))
+            plan_run(checked_run(one.flags, world), one.file, world, _device(own, world), network_of(own, world))
             for one, world, own in (
                 (given, given.world, given.own),
                 (other, other.world or given.world, {**given.own, **other.own}),

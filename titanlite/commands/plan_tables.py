@@ -123,6 +123,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
     if planned.predicted is not None:
         facts |= {f"memory: {name}": value for name, value in memory_rows(planned.predicted)}
         facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}
+        facts |= {f"between hosts: {name}": f"{ms:,.1f} ms" for name, ms in planned.predicted.between_hosts.items()}
         for name, (rule, elements, state) in _update_groups(planned.memory.optimizer).items():
             facts[f"optimizer: {name}"] = f"{f'{rule}, ' * bool(rule)}{elements} elements, {state}"
     return facts

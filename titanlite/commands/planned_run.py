@@ -17,7 +17,7 @@ from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare, attended_share
-from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
+from titanlite.forecast.device_specs import DEFAULT_DEVICE, Rates, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
 from titanlite.models.mistakes import mistake_of_model
@@ -57,7 +57,12 @@ class PlannedRun:
 
 
 def plan_run(
-    checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE, lists_collectives: bool = True
+    checked: CheckedRun,
+    file: str,
+    world: int | None,
+    device: str = DEFAULT_DEVICE,
+    network: str | None = None,
+    lists_collectives: bool = True,
 ) -> PlannedRun:
     """Plan a checked run. Without `lists_collectives` no step is recorded, and the plan has no collectives."""
     config = largest_stage(checked.config)  # it decides on memory, and its step is priced
@@ -67,11 +72,11 @@ def plan_run(
         fix = "--world 2, or --activation-checkpoint for what the save-list costs"
         raise ConfigError.of(file, "parallelism.tensor_parallel_degree", "1", want, fix)
     with assembled(checked, world, device) as made:
-        return _plan(made, world, device, lists_collectives)
+        return _plan(made, world, device, measured_rates(device, network), lists_collectives)
 
 
-def _plan(made: Assembly, world: int | None, device: str, lists_collectives: bool) -> PlannedRun:
-    checked, memory, rates = made.asked, made.memory, measured_rates(device)
+def _plan(made: Assembly, world: int | None, device: str, rates: Rates, lists_collectives: bool) -> PlannedRun:
+    checked, memory = made.asked, made.memory
     config, cp = memory.config, memory.run.context_parallel
     tokens = memory.run.tokens * memory.micro_steps * memory.replicas * memory.shards
     predicted, attended = None, None

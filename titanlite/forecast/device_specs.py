@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from titanlite.errors import Problem
+from titanlite.forecast.network import DEFAULT_NETWORK, Network, networks
 
 if TYPE_CHECKING:
     from titanlite.forecast.memory import MemoryModel
@@ -19,7 +20,8 @@ class Rates:
 
     `devices/h200.toml` gives the unit, source and meaning of each attribute. A pair is (forward, backward); of products
     of experts, (rows, weight gradients); of `exchange`, (tokens to experts, results back). The keys of a mapping are
-    widths of a head, mean numbers of rows of an expert, or lengths of the shorter side of a matrix.
+    widths of a head, mean numbers of rows of an expert, or lengths of the shorter side of a matrix. `network` is
+    between hosts of `host` GPUs.
     """
 
     device: str
@@ -43,8 +45,10 @@ class Rates:
     tensor_parallel: float
     exchange: tuple[float, float]
     fsdp: float
+    slowed_by_collectives: float
     fused: float
     host: int
+    network: Network
 
     def attention_of(self, width: int, tokens: int) -> tuple[float, float]:
         """Return TFLOP/s of attention to `tokens` tokens, forward and backward, at the next measured head width."""
@@ -86,12 +90,14 @@ DEVICES = sorted(file.stem for file in _FOLDER.glob("*.toml"))
 DEFAULT_DEVICE = "h200"
 
 
-def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
-    """Read the rates of one of `DEVICES`."""
+def measured_rates(device: str = DEFAULT_DEVICE, network: str | None = None) -> Rates:
+    """Read the rates of one of `DEVICES`, and one of `networks()`; None: the default."""
     read = tomli.loads((_FOLDER / f"{device}.toml").read_text(encoding="utf-8"))
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
-    return Rates(**{name: _typed(value) for name, value in read.items()})
+    return Rates(
+        **{name: _typed(value) for name, value in read.items()}, network=networks()[network or DEFAULT_NETWORK]
+    )
 
 
 def _typed(value: Any) -> Any:

@@ -30,6 +30,7 @@ from titanlite.config.recipe_schema import FROZEN, Float8Recipe, ModelDims, Opti
 from titanlite.config.schema import Config
 from titanlite.config.stages import sequences_per_step
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
+from titanlite.forecast.network import GPUS_OF_A_HOST, Ranks, placed
 from titanlite.forecast.traced_run import traced_run
 from titanlite.forecast.update_work import UpdateWork
 from titanlite.kernels.cross_entropy import ROWS
@@ -59,10 +60,6 @@ MARGIN = 0.015
 """Share of a budget that stays free: the prediction is 1.4 % too low for two runs of runs.jsonl, less for the rest."""
 
 
-GPUS_OF_A_HOST = 8
-"""GPUs of a host unless given: the number on the hosts where the rates were measured."""
-
-
 def usable(budget_gib: float) -> float:
     """Return the bytes that a predicted peak may have so that the measured peak stays within a budget in GiB."""
     return budget_gib * GIB * (1 - MARGIN)
@@ -70,7 +67,7 @@ def usable(budget_gib: float) -> float:
 
 def spans_hosts(config: Config, world: int, host: int) -> bool:
     """Return whether an expert-parallel group, which has consecutive ranks, is on several hosts of `host` GPUs."""
-    return world > host and host % config.parallelism.expert_parallel_degree != 0
+    return placed(config.parallelism.expert_parallel_degree, 1, world, host).hosts > 1
 
 
 @dataclass(frozen=True)
@@ -179,6 +176,10 @@ class MemoryModel:
         self.shard = others // self.shards + of_experts // self.expert_shards
         self.optimizer = UpdateWork(config, rules, self.run, world, self.replicas, self.shards, self.expert_shards)
         self.trained = self._trained()
+
+    def ranks(self, size: int, stride: int = 1) -> Ranks:
+        """Return the group of every `stride`-th rank, `size` in all."""
+        return placed(size, stride, self.world, self.host)
 
     def _trained(self) -> dict[str, list[int]]:
         of_blocks = [0] * len(self.run.block_units)

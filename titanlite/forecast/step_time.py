@@ -10,16 +10,20 @@
                      values by NCCL among context-parallel ranks, with the passes around it
     weights          casts and copies around FSDP's collectives
     fsdp             collectives that compute does not hide: the first gathers, the last reduction, and in each block
-                     the excess over its compute
+                     the excess over its compute. Also what compute loses beside collectives that take longer between
+                     hosts; what it loses within a host is part of the rate of matmuls
     optimizer        the update with clipping, once a step (`update_time.py`)
 
+Collectives of a group on several hosts are timed by `network.py`. What compute hides is decided as within one host.
 Nothing is simulated: kernels are assumed to be as fast in a small shape as in a large one, and never to wait for the
 host. Compared with measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -33,6 +37,7 @@ from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.network import Ranks
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
 from titanlite.forecast.traced_run import TracedRun, UnitSize
 from titanlite.forecast.update_time import UpdateTime, update_time
@@ -53,14 +58,19 @@ class Unit:
         gathered_bytes: bytes of all shards as they are sent, with the scales of float8.
         gathers: number of all-gathers in a micro-step.
         reduced: bytes of an element of a gradient in the reduce-scatter among shards.
-        shards: number of ranks that split the unit.
+        ranks: the ranks that split the unit.
     """
 
     elements: int
     gathered_bytes: int
     gathers: int
     reduced: int
-    shards: int
+    ranks: Ranks
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks that split the unit."""
+        return self.ranks.size
 
 
 def units(memory: MemoryModel) -> list[list[Unit]]:
@@ -70,14 +80,16 @@ def units(memory: MemoryModel) -> list[list[Unit]]:
     ranks share out are the second unit of their block.
     """
     run, ends_stay = memory.run, not memory.ends_freed
+    shards = memory.ranks(memory.shards, run.tensor_parallel)
+    of_experts = memory.ranks(memory.expert_shards, run.expert_parallel)
 
-    def unit(size: UnitSize, stays: bool, shards: int = memory.shards) -> Unit:
-        return Unit(size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, shards)
+    def unit(size: UnitSize, stays: bool, ranks: Ranks = shards) -> Unit:
+        return Unit(size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, ranks)
 
     blocks = [
         [
             replace(unit(size, memory.blocks_stay), reduced=memory.reduced_block),
-            *([unit(experts, memory.blocks_stay, memory.expert_shards)] if experts.elements else []),
+            *([unit(experts, memory.blocks_stay, of_experts)] if experts.elements else []),
         ]
         for size, experts in zip(run.block_units, run.expert_units, strict=True)
     ]
@@ -132,6 +144,10 @@ class StepTimeModel:
     def __init__(self, memory: MemoryModel, rates: Rates, attended: AttendedShare | None = None) -> None:
         self.memory, self.rates, self.run, self.attended = memory, rates, memory.run, attended
         self._busiest, self._keys_of_others = _uneven_split(memory.run, attended)
+        t = memory.run.tensor_parallel
+        self._tensor, self._context = memory.ranks(t), memory.ranks(memory.run.context_parallel, t)
+        self._experts = memory.ranks(memory.run.expert_parallel)
+        self._replicas = memory.ranks(memory.replicas, memory.shards * t)
 
     def times(self) -> RecomputeTimes:
         """Predict the seconds to recompute each expensive activation, and a block's elementwise work."""
@@ -148,14 +164,15 @@ class StepTimeModel:
         by_kind = {id(block): self._work(block) for block in (*run.blocks, run.head)}
         work = [by_kind[id(block)] for block in (*run.blocks, run.head)]
         of_embedding = run.itemsize * run.tokens * memory.dims.dim
-        sent = sum(sent_bytes(kind, of_embedding, run.tensor_parallel) for kind in ("reduce_scatter", "all_gather"))
+        ends = ("reduce_scatter", "all_gather")
+        of_ends = sum(self._collective(kind, of_embedding, self._tensor, rates.tensor_parallel) for kind in ends)
         elementwise = sum(sum(block.elementwise) for block in run.blocks) + 3 * memory.logits
         seconds = {
             "matmul": sum(matmul for matmul, _, _ in work),
             "attention": sum(attention for _, attention, _ in work),
             "elementwise": elementwise / rates.memory / _G,
             "recomputation": sum(times.seconds(block) for block in blocks),
-            "tokens": sent / rates.tensor_parallel / _G + sum(wire for _, _, wire in work),
+            "tokens": of_ends + sum(wire for _, _, wire in work),
             "weights": self._copied() / rates.memory / _G,
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
@@ -168,6 +185,20 @@ class StepTimeModel:
         seconds = sum(self._key_exchange(each, way) for each in forward for way in (True, False))
         seconds += sum(self._key_exchange(each, forward=True) for block in blocks for each in block.recomputed)
         return 1e3 * self.memory.micro_steps * seconds
+
+    def between_hosts(self, step: StepTime) -> Mapping[str, float]:
+        """Predict the milliseconds of a step that collectives between hosts take, hidden or not, by name."""
+        found = defaultdict[str, float](float)
+        for unit in chain.from_iterable(units(self.memory)):
+            gather, scatter, summed = self._of_unit(unit)
+            if unit.ranks.hosts > 1:
+                found[f"gathers of weights over {unit.shards} ranks"] += unit.gathers * gather
+                found[f"reductions of gradients over {unit.shards} ranks"] += scatter
+            if self._replicas.hosts > 1:
+                found[f"sums of gradients over {self._replicas.size} replicas"] += summed
+        of_step = {name: 1e3 * self.memory.micro_steps * seconds for name, seconds in found.items()}
+        spans = max(group.hosts for group in (self._tensor, self._context, self._experts)) > 1
+        return of_step | ({"collectives of tokens, none of them hidden": step.tokens} if spans else {})
 
     def update(self) -> UpdateTime:
         """Predict the time of the update of a step."""
@@ -199,18 +230,26 @@ class StepTimeModel:
         if each.op in CLASSES["attention"]:
             computing = self._attended_flops(each) / self._attention_rates(each)[0] / _T
             return computing + self._key_exchange(each, forward=True)
-        rate = self.rates.tensor_parallel
-        in_place = each.op in ops.EXCHANGES and not self.run.exchange_by_nccl
-        if in_place:
-            rate = self.rates.exchange[each.op in ops.TO_OWNERS]
-        wire = each.received / rate / _G
+        wire, in_place = self._wire(each), each.op in ops.EXCHANGES and not self.run.exchange_by_nccl
         if in_place and each.op not in ops.TO_OWNERS:  # received rows are copied out, own ones beside that
             return wire + 2 * each.received / self.rates.memory / _G
         if each.op in CLASSES["dispatch"] or each.op in ops.EXCHANGES:
             return wire + (each.moved - each.received) / self.rates.memory / _G
         if each.op in FUSED:
-            return self.rates.fused * max(self._product(each, forward), wire)
+            product = self._product(each, forward)
+            return product + wire if self._tensor.hosts > 1 else self.rates.fused * max(product, wire)
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
+
+    def _wire(self, each: Operation | Activation) -> float:
+        """Return the seconds in which a rank receives other ranks' tokens, or results of experts."""
+        rates, is_exchange = self.rates, each.op in ops.EXCHANGES
+        if not each.received:
+            return 0.0
+        if is_exchange and not self.run.exchange_by_nccl:
+            return each.received / rates.exchange[each.op in ops.TO_OWNERS] / _G
+        kind = "all_to_all" if each.op in ops.TO_OWNERS else "all_gather"
+        ranks = self._experts if is_exchange else self._tensor
+        return rates.network.seconds(kind, each.received, ranks, rates.tensor_parallel)
 
     def _key_exchange(self, each: Operation | Activation, forward: bool) -> float:
         """Return the seconds in which the busiest rank exchanges keys and values around attention.
@@ -227,7 +266,9 @@ class StepTimeModel:
         moved = 4 * own + own * P + 4 * got
         if not forward:
             moved += 2 * own * P + 6 * own + 7 * got
-        return ((1 if forward else 2) * got / self.rates.tensor_parallel + moved / self.rates.memory) / _G
+        sent, rates = (1 if forward else 2) * got, self.rates
+        wire = rates.network.seconds("all_to_all", sent, self._context, rates.tensor_parallel)
+        return wire + moved / rates.memory / _G
 
     def _attended_flops(self, each: Operation | Activation) -> float:
         """Return the busiest rank's FLOPs of attention within documents."""
@@ -275,18 +316,33 @@ class StepTimeModel:
         return moved
 
     def _fsdp(self, n: int, compute: float) -> float:
-        """Return the seconds of FSDP's collectives that are not hidden by `compute` seconds in each of `n` blocks."""
-        memory, rate = self.memory, self.rates.fsdp * _G
-        (embedding,), block, *_ = units(memory)
+        """Return the seconds that FSDP's collectives add to `compute` seconds in each of `n` blocks."""
+        (embedding,), block, *_ = units(self.memory)
+        taken, within_a_host = (
+            sum(unit.gathers * gather + scatter + summed for unit in block for gather, scatter, summed in [of(unit)])
+            for of in (self._of_unit, partial(self._of_unit, on_a_host=True))
+        )
+        slowed = self.rates.slowed_by_collectives * max(0.0, min(taken, compute) - within_a_host)
+        first, scattered, summed = self._of_unit(embedding)
+        first += sum(self._of_unit(unit)[0] for unit in block)
+        return first + scattered + summed + n * max(0.0, taken - compute, slowed)
 
-        def gather(unit: Unit) -> float:
-            return sent_bytes("all_gather", unit.gathered_bytes, unit.shards) / rate
+    def _of_unit(self, unit: Unit, on_a_host: bool = False) -> tuple[float, float, float]:
+        """Return the seconds of a unit's gather, of its gradients' reduction, and of their sum over replicas.
 
-        def reduction(unit: Unit) -> float:
-            sums = memory.reduced * unit.elements // unit.shards
-            scattered = sent_bytes("reduce_scatter", unit.reduced * unit.elements, unit.shards)
-            return (scattered + sent_bytes("all_reduce", sums, memory.replicas)) / rate
+        `on_a_host`: as if all ranks were on one host.
+        """
+        sums = self.memory.reduced * unit.elements // unit.shards
+        gather, scatter, summed = (
+            self._collective(kind, whole, Ranks(ranks.size, ranks.size) if on_a_host else ranks, self.rates.fsdp)
+            for kind, whole, ranks in (
+                ("all_gather", unit.gathered_bytes, unit.ranks),
+                ("reduce_scatter", unit.reduced * unit.elements, unit.ranks),
+                ("all_reduce", sums, self._replicas),
+            )
+        )
+        return gather, scatter, summed
 
-        of_block = sum(unit.gathers * gather(unit) + reduction(unit) for unit in block)
-        first = gather(embedding) + sum(map(gather, block))
-        return first + reduction(embedding) + n * max(0.0, of_block - compute)
+    def _collective(self, kind: str, whole_bytes: int, ranks: Ranks, rate: float) -> float:
+        """Return the seconds of a collective on a tensor of `whole_bytes` before it is split."""
+        return self.rates.network.seconds(kind, sent_bytes(kind, whole_bytes, ranks.size), ranks, rate)

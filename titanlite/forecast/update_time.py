@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titanlite.forecast.device_specs import Rates
+from titanlite.forecast.network import placed
 from titanlite.forecast.update_work import ITEMSIZE, BucketWork, SharedMatrices, UpdateWork
 from titanlite.kernels.orthogonalise import STEPS_OF_GRAM, orthogonalise_flops
 
@@ -67,15 +68,18 @@ def computed_flops(rows: int, columns: int, steps: int) -> int:
 def _exposed(shared: SharedMatrices, work: UpdateWork, rates: Rates, computing: float) -> float:
     """Return the milliseconds of exchanges that `computing` milliseconds of orthogonalisation do not hide."""
     world = work.world
+    ranks = placed(world, 1, world, rates.host)
+
+    def exchange(elements: float) -> float:
+        return 1e3 * rates.network.seconds("all_to_all", ITEMSIZE * elements, ranks, rates.fsdp)
 
     def collect(bucket: BucketWork) -> float:
-        return bucket.collected * (1 - work.replicas / world)
+        return exchange(bucket.collected * (1 - work.replicas / world))
 
     def hand_back(bucket: BucketWork) -> float:
-        return max(bucket.returned, bucket.handed / world) * (1 - 1 / world)
+        return exchange(max(bucket.returned, bucket.handed / world) * (1 - 1 / world))
 
     last = shared.buckets[-1]
     ends = collect(shared.buckets[0]) + hand_back(last)
     others = sum(collect(bucket) + hand_back(bucket) for bucket in shared.buckets) - ends
-    to_ms = 1e3 * ITEMSIZE / rates.fsdp / _G
-    return ends * to_ms + max(0.0, others * to_ms - computing)
+    return ends + max(0.0, others - computing)

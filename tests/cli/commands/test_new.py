@@ -28,6 +28,7 @@ MACHINES = {
     "1 x 80 GB": (("--gpu", "h100", "--world", "1"), "h100"),
     "8 x 80 GB": (("--gpu", "h100", "--world", "8"), "h100"),
     "4 x 141 GB": (("--device-gib", "141", "--world", "4"), "h200"),
+    "16 x 80 GB": (("--gpu", "h100", "--network", "eth100", "--world", "16"), "h100"),
 }
 
 
@@ -44,6 +45,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("1 x 80 GB", "1B"),
         ("4 x 141 GB", "1B"),
+        ("16 x 80 GB", "1B"),
         *slow(("8 x 80 GB", "1B"), ("8 x 80 GB", "llama3-8B"), ("4 x 141 GB", "qwen3-8B")),
     ],
 )
@@ -52,10 +54,12 @@ def test_on_gpus_the_file_passes_fits_and_says_what_plan_says(call: Call, text: 
     said = call("new", "mine.toml", "--model", model, "--data", text, "--tokens", "300B", *flags)
     world = flags[-1]
     assert call("validate", "mine.toml", "--world", world).startswith("mine.toml: ")
-    plan = call("plan", "mine.toml", "--world", world, "--device", device, "--json", "plan.json")
+    network = [word for word in flags if word in ("--network", "eth100")]
+    plan = call("plan", "mine.toml", "--world", world, "--device", device, *network, "--json", "plan.json")
     assert f"fits NVIDIA {device.upper()}" in plan
     written, planned = Path("mine.toml").read_text(), json.loads(Path("plan.json").read_text())
     config = tomli.loads(written)
+    assert ("linked by 100 Gb/s Ethernet (RoCE)" in said) == bool(network)
     speed = f"{planned['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU"
     assert speed in said
     assert speed in " ".join(written.replace("#", "").split())
@@ -254,6 +258,9 @@ def test_a_tokenizer_that_another_machine_has_need_not_be_here(
         (("--gpu", "Z80"), "want: one of h100, h200, a100, a100-40gb, b200, cpu"),
         (("--gpu", "Z80", "--device-gib", "80"), "want: one of h100, h200, a100, a100-40gb, b200, cpu"),
         (("--gpu", "h100", "--world", "20"), "fix:  --world 16 or --world 24"),
+        (("--gpu", "h100", "--world", "16", "--network", "ib200"), "want: ib400, eth200, eth100: of others"),
+        (("--gpu", "h100", "--world", "8", "--network", "eth200"), "the GPUs of one host need no network"),
+        (("--gpu", "cpu", "--world", "16", "--network", "eth200"), "the speed of CPUs is guessed without a network"),
         (("--gpu", "h100", "--model", "8B"), "fix:  --world 2, or a smaller model: titanlite recipes model"),
         (("--gpu", "cpu", "--model", "8B", "--device-gib", "64"), "fix:  a smaller model: titanlite recipes model"),
         (("--model", "9B", "--data", "nosuch.txt", "--tokenizer", "nosuch.json"), "nosuch.txt"),

@@ -365,8 +365,25 @@ def test_ranks_that_share_a_sequence_out_are_proposed_where_it_does_not_fit(call
 
 
 @pytest.mark.usefixtures("unrecorded")
+def test_collectives_between_hosts_are_shown_and_may_be_by_another_network(tmp_path: Path, call: Call) -> None:
+    file = tmp_path / "plan.json"
+    several = LARGE, "--world", "16", "--training.local_batch_size", "1"
+    said = call("plan", *several, "--json", str(file))
+    assert "between hosts of 8 GPUs in a step, by 400 Gb/s InfiniBand (NDR) with one NIC for each GPU\n" in said
+    plan = json.loads(file.read_text())
+    assert plan["network"] == "ib400"
+    for name, ms in plan["between_hosts_ms"].items():
+        assert re.search(rf"{name} +{ms:,.1f} ms\n", said)
+    assert [*plan["between_hosts_ms"]] == ["gathers of weights over 16 ranks", "reductions of gradients over 16 ranks"]
+    differs = call("plan", *several, "--diff", "--network", "ETH100")
+    assert "between hosts: gathers of weights over 16 ranks" in differs
+    assert "step: tok/s/GPU" in differs
+    assert "between hosts" not in call("plan", LARGE, "--world", "8", "--json", str(file))
+    assert json.loads(file.read_text())["network"] is None
+
+
+@pytest.mark.usefixtures("unrecorded")
 def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
-    assert "Collectives between hosts have not been measured" in call("plan", LARGE, "--world", "16")
     out = call("plan", *SMALL)
     assert "memory of a rank" in out
     assert "time of a step" not in out
@@ -537,6 +554,9 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
         ([*SMALL, "--device-gib", "none"], "the GiB of a device"),
         ([DEBUG, *TWO, "--device", "h100"], "--world N as well"),
         ([*SMALL, "--device", "a100"], "h100 or h200"),
+        ([LARGE, "--world", "16", "--network", "ib200"], "ib400, eth200, eth100: of others no bandwidth is known"),
+        ([*SMALL, "--network", "ib400"], "the GPUs of one host need no network"),
+        ([DEBUG, *TWO, "--network", "ib400"], "--world of more than 8 as well"),
         ([*SMALL, "--diff"], "one other config, or flags that change this run"),
         ([*SMALL, "--diff="], "one config, as the first argument or behind --config"),
         ([*SMALL, "--diff", "--training.seed", "3", "--why", "norm"], "no --why together with --diff"),

@@ -25,6 +25,8 @@ def test_gpus_of_this_host_have_the_rates_measured_on_such(monkeypatch: pytest.M
     assert str(machine) == "8 × NVIDIA H100 80GB HBM3 with 79.1 GiB"
     assert machine.flags == "--world 8 --device h100"
     assert machine_here(world=2).world == 2
+    assert machine_here(16).flags == machine_here(16, "ib400").flags == "--world 16 --device h100"
+    assert machine_here(16, "eth200").flags == "--world 16 --device h100 --network eth200"
 
 
 def test_speeds_that_were_not_measured_are_scaled_by_what_limits_them(monkeypatch: pytest.MonkeyPatch) -> None:
