@@ -61,6 +61,7 @@ def _reasons(choices: Choices, size: TextSize) -> dict[str, str | None]:
         "optimizer.lr": _of_lr(choices),
         "lr_scheduler.warmup_steps": "a fiftieth of the steps, at most 2,000",
         "parallelism.tensor_parallel_degree": _of_layout(choices) if world > 1 else None,
+        "parallelism.data_parallel_replicate_degree": _of_replicas(choices),
         "parallelism.expert_parallel_degree": _of_experts(choices),
         "parallelism.async_tensor_parallel": "its collectives run inside its matmuls" if fused else None,
         "activation_checkpoint.recipe": _of_save_list(choices),
@@ -165,11 +166,22 @@ def _of_lr(choices: Choices) -> str:
 
 def _of_layout(choices: Choices) -> str:
     degree, world, rates = choices.chosen.degree, choices.machine.world, choices.machine.rates
-    why = f"FSDP over {world // degree} × tensor parallel {degree}" if degree > 1 else f"FSDP over all {world}"
+    shards = world // degree // choices.chosen.replicas
+    why = f"FSDP over {'all ' * (shards == world)}{shards}" + f" × tensor parallel {degree}" * (degree > 1)
     has_others = any(c.degree != degree for c in choices.candidates)
     if rates is None or not (has_others or choices.dims.experts is None):
         return why
     return f"{why}: {_others(choices, 'degree', name='tensor parallel {}')}"
+
+
+def _of_replicas(choices: Choices) -> str | None:
+    """Return the reason for the number of replicas. None: the run is on one host."""
+    rates, world = choices.machine.rates, choices.machine.world
+    if rates is None or world <= rates.host:
+        return None
+    replicas, degree = choices.chosen.replicas, choices.chosen.degree
+    shards = f"replicas of the weights, each split over {world // replicas // degree} ranks"
+    return f"{shards}: {_others(choices, 'replicas', ('degree', 'at_a_time'))}"
 
 
 def _of_experts(choices: Choices) -> str | None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from titanlite import recipes
@@ -156,6 +156,11 @@ class Candidate:
         return self.config.parallelism.expert_parallel_degree
 
     @property
+    def replicas(self) -> int:
+        """Return the number of replicas, over each of which FSDP splits the weights."""
+        return self.config.parallelism.data_parallel_replicate_degree
+
+    @property
     def at_a_time(self) -> int:
         """Return the sequences of a micro-step on a data-parallel rank."""
         return self.config.training.local_batch_size
@@ -188,7 +193,8 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
     """Return the candidates for a new run on GPUs whose rates are known.
 
     Every tensor-parallel degree within a host is combined with every micro-batch and shipped save-list, and with the
-    list that `auto` would make if that may be faster. A mixture of experts also gets every expert-parallel degree.
+    list that `auto` would make if that may be faster. A mixture of experts also gets every expert-parallel degree. On
+    several hosts each of these is tried with replicas of one host or more (HSDP).
 
     `base` has no layout and save-list yet; its global batch is the target.
     """
@@ -233,7 +239,8 @@ def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest candidate that fits, or None.
 
-    Among equally fast ones (`_NEARLY`) a lower tensor-parallel degree is preferred, then less memory.
+    Among equally fast ones (`_NEARLY`) a lower tensor-parallel degree is preferred, then less memory, which fewer
+    replicas take.
     """
     fitting = [candidate for candidate in candidates if candidate.fits]
     named = [candidate for candidate in fitting if candidate.recipe != recipes.AUTO]
@@ -246,7 +253,7 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
     if made:
         named, fastest = made, max(candidate.tokens_per_second for candidate in made)
     near = [candidate for candidate in named if candidate.tokens_per_second >= _NEARLY * fastest]
-    return min(near, key=lambda candidate: (candidate.degree, candidate.on_device))
+    return min(near, key=lambda candidate: (candidate.degree, candidate.replicas, candidate.on_device))
 
 
 def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], object]) -> Mapping[object, Candidate]:
@@ -260,7 +267,7 @@ def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], objec
 def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
     """Yield every possible layout and micro-batch, with the global batch nearest to that of `base`.
 
-    `most` is the largest tensor- or expert-parallel degree.
+    `most` is the largest tensor- or expert-parallel degree. GPUs whose rates are known get numbers of replicas too.
     """
     config, wanted = base.config, base.config.training.global_batch_size or 1
     degrees = [(degree, 1) for degree in _DEGREES]
@@ -271,15 +278,22 @@ def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
         is_async = degree > 1 and config.parallelism.async_tensor_parallel
         of_tensors = {"tensor_parallel_degree": degree, "async_tensor_parallel": is_async}
         mesh = replace(config.parallelism, **of_tensors, expert_parallel_degree=experts)
-        for n in _AT_A_TIME:
+        for n, replicas in product(_AT_A_TIME, _replicas_of(base)):
             at_once = n * base.world // degree
             if at_once > wanted and n > 1:
                 continue
             sequences = max(1, round(wanted / at_once)) * at_once
             training = replace(config.training, local_batch_size=n, global_batch_size=sequences)
+            mesh = replace(mesh, data_parallel_replicate_degree=replicas)
             possible = replace(base, config=replace(config, parallelism=mesh, training=training))
             if _is_possible(possible):
                 yield possible
+
+
+def _replicas_of(base: Candidate) -> list[int]:
+    """Return the numbers of replicas to try: 1, powers of two that divide the hosts, and one for each host."""
+    hosts = max(1, base.world // base.setting.host) if base.setting.rates else 1
+    return sorted({n for n in (2**i for i in range(hosts.bit_length())) if hosts % n == 0} | {hosts})
 
 
 def changes_that_fit(

@@ -60,6 +60,7 @@ def test_on_gpus_the_file_passes_fits_and_says_what_plan_says(call: Call, text: 
     written, planned = Path("mine.toml").read_text(), json.loads(Path("plan.json").read_text())
     config = tomli.loads(written)
     assert ("linked by 100 Gb/s Ethernet (RoCE)" in said) == bool(network)
+    assert ("data_parallel_replicate_degree" in config.get("parallelism", {})) == bool(network)
     speed = f"{planned['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU"
     assert speed in said
     assert speed in " ".join(written.replace("#", "").split())

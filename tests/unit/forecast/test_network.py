@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import tomli
 
+from titanlite import recipes
+from titanlite.config.schema import Compile, Config, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.network import Ranks, networks, placed
+from titanlite.forecast.search import Candidate, Setting, gpu_candidates, optimizer_rules
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.machine import machine_named
@@ -140,3 +143,11 @@ def test_shards_span_fewer_hosts_where_rings_are_long() -> None:
             for n in (1, replicas)
         ]
         assert (steps[1] < steps[0]) == is_faster
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(8, {1}), (24, {1, 3}), (48, {1, 2, 6}), (64, {1, 2, 4, 8})])
+def test_a_new_run_is_tried_with_replicas_of_whole_hosts(world: int, replicas: set[int]) -> None:
+    config = Config(compile=Compile(enable=True), training=Training(seq_len=2048, global_batch_size=1))
+    dims = replace(recipes.model_dims(config), n_layers=1)
+    base = Candidate(Setting(dims, None, optimizer_rules(config), machine_named("h100", None, 8).rates), world, config)
+    assert {found.replicas for found in gpu_candidates(base)} == replicas

@@ -16,12 +16,15 @@ class Priced(Candidate):
     tokens_per_second: float = 0.0
     on_device: int = 50
     fits: bool = True
+    replicas: int = 1
 
 
-def candidate(degree: int, speed: float, on_device: int = 50, save_list: str = "none", fits: bool = True) -> Candidate:
+def candidate(
+    degree: int, speed: float, on_device: int = 50, save_list: str = "none", fits: bool = True, replicas: int = 1
+) -> Candidate:
     setting = Setting(load("model", "llama3-debug"), None, load("optimizer", "adamw"))
     prices = {"degree": degree, "recipe": save_list, "tokens_per_second": speed, "on_device": on_device, "fits": fits}
-    return Priced(setting, 1, Config(), **prices)  # type: ignore[arg-type]
+    return Priced(setting, 1, Config(), **prices, replicas=replicas)  # type: ignore[arg-type]
 
 
 def test_the_fastest_that_fits_and_of_what_is_nearly_as_fast_the_plainest() -> None:
@@ -29,6 +32,7 @@ def test_the_fastest_that_fits_and_of_what_is_nearly_as_fast_the_plainest() -> N
     assert best([too_large, fastest, candidate(1, 98.0)]) is fastest
     assert best([too_large, fastest, plainer]) is plainer
     assert best([fastest, plainer, less := candidate(2, 99.2, on_device=40)]) is less
+    assert best([candidate(2, 99.9, on_device=30, replicas=4), plainer, less]) is less
     assert best([too_large]) is None
 
 
