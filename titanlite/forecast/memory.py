@@ -19,8 +19,10 @@ or one by one on a single rank. None exist yet while the head is computed, and n
 Compared with measured runs in `tests/unit/forecast/test_memory.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate
 
 from torch import nn
 
@@ -222,8 +224,8 @@ class MemoryModel:
 
         def gradients(blocks_done: int) -> tuple[int, int]:
             """Return the bytes of gradients after backward of `blocks_done` blocks, and of the holes between them."""
-            of_blocks = 4 * sum(trained["block"][n - blocks_done :]) // self.shards
-            of_blocks += 4 * sum(trained["experts"][n - blocks_done :]) // self.expert_shards
+            of_blocks = 4 * self._last_trained["block"][blocks_done] // self.shards
+            of_blocks += 4 * self._last_trained["experts"][blocks_done] // self.expert_shards
             share = HOLES if self.alone else HOLES_OF_SHARDS
             return (of_head + of_blocks, int(share * of_blocks)) if self.gradients_follow else (of_shard, 0)
 
@@ -236,8 +238,7 @@ class MemoryModel:
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * max(trained["block"]))
         of_block += self.reduced * max(trained["experts"]) if self.experts_are_reduced else 0
         before = 0 if tied else reduced * trained["head"][0]  # a unit's buffer is freed after the next unit's is made
-        kinds = {id(block): block for block in self.run.blocks}  # blocks that are alike share one trace
-        kept = {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
+        kept = self._kept
         for done, cost in enumerate(reversed(blocks)):
             traced = self.run.blocks[n - 1 - done]
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
@@ -265,6 +266,17 @@ class MemoryModel:
             working_set=working_set,
             slack=SLACK + holes,
         )
+
+    @cached_property
+    def _last_trained(self) -> Mapping[str, list[int]]:
+        """Return the trained elements of the last 0, 1, … blocks together, by part."""
+        return {part: [0, *accumulate(reversed(self.trained[part]))] for part in ("block", "experts")}
+
+    @cached_property
+    def _kept(self) -> Mapping[int, int]:
+        """Return the bytes that a block keeps without checkpointing, by its id. Blocks that are alike share a trace."""
+        kinds = {id(block): block for block in self.run.blocks}
+        return {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
 
     def _gathering(self) -> int:
         """Return the bytes of FSDP's gather buffers: the unit being gathered, its shard on this rank, the last unit."""

@@ -199,19 +199,24 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
     `base` has no layout and save-list yet; its global batch is the target.
     """
     layouts = list(_layouts_of(base, base.setting.host))
-    for _, alike in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
-        configs, of = [layout.config for layout in alike], base.setting
+    for _, traced in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
+        configs, of = [layout.config for layout in traced], base.setting
         trace_alike(configs, of.dims, of.float8, spans_hosts(configs[0], base.world, of.host))
-    named = [candidates_of_layout(layout) for layout in layouts]
-    fastest = max((c.tokens_per_second for found in named for c in found if c.fits), default=0.0)
+    named, too_large = list[tuple[Candidate, list[Candidate]]](), set[object]()
+    for layout in layouts:
+        if (alike := (layout.degree, layout.experts_over, layout.at_a_time)) not in too_large:
+            named.append((layout, candidates_of_layout(layout)))
+            if not any(candidate.fits for candidate in named[-1][1]):
+                too_large.add(alike)  # more replicas take more memory
+    fastest = max((c.tokens_per_second for _, found in named for c in found if c.fits), default=0.0)
     made: list[Candidate] = []
-    for layout, found in zip(layouts, named, strict=True):
+    for layout, found in named:
         # No list is faster than keeping everything, so `auto` is not tried where even this gains little.
         most = max((candidate.tokens_per_second for candidate in found), default=0.0)
         if any(candidate.fits for candidate in found) and most > _WORTH * fastest and base.setting.rates:
             of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.symmetric_memory / GIB
             made.append(layout.keeping(recipes.AUTO, None, int(of_device * 10) / 10))
-    return [*(candidate for found in named for candidate in found), *made]
+    return [*(candidate for _, found in named for candidate in found), *made]
 
 
 def candidates_of_layout(layout: Candidate) -> list[Candidate]:
