@@ -73,7 +73,7 @@ def run(
         RunFailedError: the run has started and failed.
     """
     flags = _as_flags(config, changes)
-    checked = checked_run(flags, gpus)
+    checked = checked_run(flags, gpus, is_start=True)
     check_start(checked.config, checked.inputs)
     command = [sys.executable, "-m", "titanlite", "train", *flags, *(["--gpus", str(gpus)] if gpus else [])]
     last = deque[str](maxlen=_LAST_LINES)

@@ -20,7 +20,7 @@ ROWS = (
     {"models", "data", "update_rules"},
     {"kernels", "recipes"},
     {"config", "receipt", "exit_code", "device", "hub"},
-    {"errors", "durable", "redact", "text_table", "byte_size", "json_file", "streams", "extras"},
+    {"errors", "durable", "redact", "text_table", "byte_size", "json_file", "streams", "extras", "file_system"},
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 

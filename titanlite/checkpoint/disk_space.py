@@ -26,15 +26,17 @@ def lack_of_disk_space(root: Path, config: Config, each: int) -> str | None:
     if last <= newest:
         return None
     keep, there = config.checkpoint.keep_latest_k, len(steps)
-    # An old checkpoint is deleted once a new one is complete. The one resumed from and the best one are not deleted.
-    best = bool(config.checkpoint.keep_best)
-    more = max(1, min(to_come, keep + 1 + bool(there) + best - there)) if keep else to_come
+    # An old checkpoint is deleted once a new one is complete, but not the one resumed from, the best one and the one
+    # that is being copied to the mirror.
+    best, copied = bool(config.checkpoint.keep_best), bool(config.checkpoint.mirror)
+    more = max(1, min(to_come, keep + 1 + bool(there) + best + copied - there)) if keep else to_come
     folder = next(path for path in (root, *root.parents) if path.exists())
     free, files = shutil.disk_usage(folder).free + stale_bytes(root), os.statvfs(folder)
     lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # f_files is 0 if there is no limit
     if free >= (more - 1 + SPARE) * each and not lacks_files:
         return None
-    others = f"{', the one resumed from' * bool(there)}{', the best one' * best} and the one being written"
+    spared = {"the one resumed from": there, "the best one": best, "the one being copied": copied}
+    others = "".join(f", {what}" for what, is_there in spared.items() if is_there) + " and the one being written"
     others = others if keep else " keeps all"
     why = f"checkpoint.keep_latest_k = {keep}{others}" if more < to_come or not keep else f"until step {last}"
     need = f"{more} more of {byte_size(each)} {'is' if more == 1 else 'are'} to come ({why})"

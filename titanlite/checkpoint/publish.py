@@ -29,7 +29,7 @@ from typing import Any, cast
 
 from titanlite.durable import read_plain, write_durably
 from titanlite.errors import CheckpointError, Problem, describe
-from titanlite.json_file import parse_json
+from titanlite.json_file import MALFORMED, parse_json
 
 MANIFEST = "MANIFEST.json"
 THREADS = 4  # per rank, to compute checksums and to write files of tensors
@@ -57,8 +57,14 @@ def step_folder(root: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int | None:
     """Return the step if `folder` is a complete checkpoint, else None."""
-    named = _STEP.fullmatch(folder.resolve().name)
-    return int(named[1]) if named and _has_manifest(folder) else None
+    step = step_named(folder.resolve().name)
+    return step if step is not None and _has_manifest(folder) else None
+
+
+def step_named(name: str) -> int | None:
+    """Return the step of a checkpoint's folder, by its name; None if it is not named so."""
+    named = _STEP.fullmatch(name)
+    return int(named[1]) if named else None
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
@@ -197,22 +203,32 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, FileEntry]:
-    """Read the manifest, and refuse names that lead out of the folder."""
     try:
-        raw = cast(object, parse_json(read_plain(folder / MANIFEST)))
-        files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
+        raw = read_plain(folder / MANIFEST)
+    except FileNotFoundError as e:
+        raise _no_manifest(str(folder), e) from None
+    except OSError as e:
+        raise cannot_be_read(str(folder), e) from None
+    return entries_in(raw, str(folder))
+
+
+def entries_in(manifest: bytes, folder: str) -> dict[str, FileEntry]:
+    """Return what the manifest of the checkpoint `folder` lists. Raise CheckpointError if a name leads out of it."""
+    try:
+        files = cast(dict[str, Any], cast(dict[str, Any], parse_json(manifest))["files"])
         entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
-        if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
-            raise cannot_be_read(str(folder), e) from None
-        raise CheckpointError.of(
-            str(folder), MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE
-        ) from None
+    except MALFORMED as e:
+        raise _no_manifest(folder, e) from None
     bad = [n for n in entries if not _FILE.fullmatch(n) or n in (".", "..", MANIFEST)]
     if bad:
         want = "plain file names inside the checkpoint"
-        raise CheckpointError(describe(str(folder), [Problem(f"{MANIFEST} lists", repr(n), want, _ASIDE) for n in bad]))
+        raise CheckpointError(describe(folder, [Problem(f"{MANIFEST} lists", repr(n), want, _ASIDE) for n in bad]))
     return entries
+
+
+def _no_manifest(folder: str, e: Exception) -> CheckpointError:
+    saw, want = f"{type(e).__name__}: {e}", "the manifest that titanlite writes"
+    return CheckpointError.of(folder, MANIFEST, saw, want, _ASIDE)
 
 
 def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:

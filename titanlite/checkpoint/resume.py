@@ -50,6 +50,11 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
         want = f"complete checkpoints only: one without {publish.MANIFEST} was copied in part or tampered with"
         fix = "copy it again, or move it away"
         raise CheckpointError(describe(str(root), [Problem(p, "incomplete", want, fix) for p in parts]))
+    return chosen_step(steps, resume, str(root))
+
+
+def chosen_step(steps: list[int], resume: Literal["auto", "never"] | int, root: str) -> int | None:
+    """Return which of the complete `steps` in `root` to load; None for a fresh start. Raise as `step_to_resume`."""
     if resume == "auto":
         return steps[-1] if steps else None
     if resume == "never":
@@ -64,7 +69,7 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
         want = f"the newest, {newer[-1]}: a later start would take up the abandoned branch ({_list(newer)}) again"
         fix = (
             f"move the newer ones away or delete them; or choose another job.name and copy "
-            f"{publish.step_folder(root, resume).name} into its checkpoints folder"
+            f"{publish.step_folder(Path(), resume).name} into its checkpoints folder"
         )
         raise _resume_refused(root, str(resume), want, fix)
     return resume
@@ -223,8 +228,8 @@ def lasting(value: Any) -> Any:
     return experts | {"balance_loss": 0.0, "z_loss": 0.0, "balance_bias": bool(experts["balance_bias"])}
 
 
-def _resume_refused(root: Path, saw: str, want: str, fix: str) -> CheckpointError:
-    return CheckpointError.of(str(root), "checkpoint.resume", saw, want, fix)
+def _resume_refused(root: str, saw: str, want: str, fix: str) -> CheckpointError:
+    return CheckpointError.of(root, "checkpoint.resume", saw, want, fix)
 
 
 def _list(steps: list[int]) -> str:

@@ -10,6 +10,7 @@ Every method is collective: all ranks call it, and all return the same value or 
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
@@ -43,6 +44,8 @@ class Checkpoints:
         self.root = root
         self.keep = keep
         self.keep_best = keep_best
+        self.held: Callable[[], AbstractContextManager[int | None]] = nullcontext
+        """Entered while checkpoints are deleted; gives a step to spare, which is being copied to the mirror."""
         self.best: tuple[int, float] | None = None  # after a save: step and loss of the best checkpoint
         self._losses: dict[int, float | None] = {}  # by step
         self._unread: Mapping[int, CheckpointError] = {}  # steps whose losses cannot be read
@@ -167,7 +170,8 @@ class Checkpoints:
             self._warn(f"step-{step:08d} is kept, as it may be the best: its losses cannot be read. {unread[step]}")
         self._unread = unread
         best = best_of(self._losses)
-        publish.prune(self.root, self.keep, spare=(self._resumed_from, best, *unread))
+        with self.held() as copied:
+            publish.prune(self.root, self.keep, spare=(self._resumed_from, best, copied, *unread))
         return None if best is None else (best, cast(float, self._losses[best]))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError.of("environment", by, os.environ[by], want, fix)
     check_launcher()
     asked = number_of(given.own, "--gpus", int, "a number of GPUs, at least 1", "--gpus 8")
-    checked = checked_run(given.flags, asked)
+    checked = checked_run(given.flags, asked, is_start=True)
     n = _n_processes(asked)  # imports torch if there are GPUs: slower than the check above
     if asked is None:
         checked = checked_run(given.flags, n)

@@ -69,6 +69,8 @@ def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, process
         "checkpoint.enable": "true",
         "checkpoint.resume": "auto",
         "checkpoint.interval": last,
+        "checkpoint.keep_best": "",
+        "checkpoint.mirror": "",
         "metrics.log_freq": 1,
         "metrics.wandb": "off",
         "profiling.enable": "false",

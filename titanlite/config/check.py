@@ -29,6 +29,7 @@ from titanlite.config.stages import longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 from titanlite.errors import nearest
 from titanlite.extras import missing_packages
+from titanlite.file_system import is_chained, is_url
 from titanlite.hub import is_hub_name, wrong_name
 
 _FROM_HOME = (  # keys of paths that may begin with ~, a home folder
@@ -191,6 +192,9 @@ def _check_names(config: Config, problems: Problems) -> None:
             refuse(key, *wrong)
     for key, file in (("model.file", config.model.file), ("optimizer.file", config.optimizer.file)):
         check_file(key, file, problems)
+    if (url := config.checkpoint.mirror) and (not is_url(url) or is_chained(url)):
+        want = "the URL of a folder in a store that fsspec knows"
+        refuse("checkpoint.mirror", want, f'mirror = "s3://bucket/{name}"')
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         fix = f'wandb_project = "{Config().metrics.wandb_project}" (the default)'
         refuse("metrics.wandb_project", "the name of a project", fix)
@@ -241,6 +245,8 @@ def _check_features(config: Config, problems: Problems) -> None:
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         refuse("activation_checkpoint.budget_gib", want, 'recipe = "auto"')
+    if config.checkpoint.mirror and not config.checkpoint.enable:
+        refuse("checkpoint.mirror", "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
     if not config.checkpoint.enable and isinstance(config.checkpoint.resume, int):
         refuse("checkpoint.resume", "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
     if config.metrics.float8_numerics_freq > 0 and config.float8.recipe == "none":

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 
 from titanlite.config.schema import Data
-from titanlite.data.remote import is_url
 from titanlite.data.shards import VERSION, Meta
 from titanlite.data.sources import Source
 from titanlite.data.tally import Tally
@@ -19,6 +18,7 @@ from titanlite.data.token_files import check_ids
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.durable import disk_space_in
 from titanlite.errors import DataError
+from titanlite.file_system import is_url
 from titanlite.hub import is_hub_name, read_name
 from titanlite.redact import redact_urls
 

@@ -8,7 +8,6 @@ again after each block. fsspec and its back ends are imported only if a URL is u
 """
 
 import hashlib
-import importlib
 import io
 import re
 import time
@@ -20,30 +19,15 @@ from datetime import datetime
 from functools import partial
 from typing import Any, BinaryIO, Literal, TypeVar, cast
 
-from titanlite.errors import DataError
-from titanlite.extras import missing_packages
+from titanlite.errors import DataError, TitanliteError
+from titanlite.file_system import COPY, filesystem, in_one_line, is_final, refused_request, url_error
 from titanlite.redact import redact_urls
 
 _BLOCK_BYTES = 1 << 23
 _PAUSES_S = (0.5, 1, 2, 4, 8, 15, *(30,) * 7)  # between tries: four minutes in all
-_TRIES_AT_START = 3
-# Time limits of a request over http, and of each of the 5 or 6 tries that s3fs and gcsfs make. A try with its pause
-# must be shorter than the watchdog's limit (comm.train_timeout_seconds = 180).
-_REQUEST_S, _TRY_S = 90, 20
+TRIES_AT_START = 3  # further ones, as a user waits
 _STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "Last-Modified", "modified")
 _STAMPS += ("modify", "created")
-_CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; of a public bucket, FSSPEC_S3_ANON=true",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
-    "of a public bucket, FSSPEC_GS_TOKEN=anon",
-}
-_COPY = "copy the file to a disk or a bucket"
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
-_CHAINED = re.compile(r"::[\w+.-]+://|^[\w+.-]+://.*::/")
-_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
-_IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
-_IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # never caused by a network
-
 T = TypeVar("T")
 _on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=lambda line: None)
 
@@ -118,7 +102,7 @@ class _Blocks(io.RawIOBase):
 
         with telling(self._on_retry):
             try:
-                return _retried(fetch, file.url, file.key, f"at byte {start:,}")
+                return retried(fetch, file.url, file.key, f"at byte {start:,}")
             except FileNotFoundError as e:
                 raise _changed_meanwhile(file, "it is no longer there") from e
 
@@ -166,12 +150,8 @@ def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: 
 
 
 def _changed_meanwhile(file: RemoteFile, now: str) -> DataError:
-    want, fix = "one version of the file, from its first byte to its last", f"run again; if it ends so again, {_COPY}"
-    return _url_error(file.url, file.key, f", which changed during reading: {now}", want, fix)
-
-
-def _url_error(url: str, key: str, what: str, want: str, fix: str = _COPY) -> DataError:
-    return DataError.of("data", key, f"{redact_urls(url)!r}{what}", want, fix)
+    want, fix = "one version of the file, from its first byte to its last", f"run again; if it ends so again, {COPY}"
+    return url_error(file.url, file.key, f", which changed during reading: {now}", want, fix)
 
 
 def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
@@ -179,7 +159,7 @@ def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
     if encoding and encoding != "identity":
         want = "the bytes of the file, of which parts can be asked for"
         fix = "have it sent as it is (.jsonl.gz and .jsonl.zst are read), or copy it to a disk or a bucket"
-        raise _url_error(url, key, f", which is sent with Content-Encoding: {encoding}", want, fix)
+        raise url_error(url, key, f", which is sent with Content-Encoding: {encoding}", want, fix)
 
 
 def _version_of(info: Mapping[str, Any]) -> int:
@@ -204,60 +184,6 @@ def telling(on_retry: Callable[[str], object]) -> Iterator[None]:
         yield
     finally:
         _on_retry.reset(token)
-
-
-def is_url(source: str) -> bool:
-    """Return whether a source is given as a URL."""
-    scheme, is_there, _ = source.partition("://")
-    return bool(is_there) and scheme.replace("+", "").isalnum()
-
-
-def filesystem(url: str, key: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path of the URL in this file system.
-
-    Raises:
-        DataError: the protocol is unknown, its package is not installed, or the URL is not just a protocol and a path.
-    """
-    import fsspec.core
-
-    scheme = url.partition("://")[0]
-    if scheme in _PACKAGES and (missing := missing_packages(_PACKAGES[scheme])):
-        raise _url_error(url, key, "", *missing)
-    try:
-        options = _time_limits(scheme)
-        if more := fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url):
-            want = "a URL of a protocol and a path, as those of s3://, gs:// and https:// are"
-            raise _url_error(url, key, f", whose {', '.join(more)} is no part of the path there", want)
-        return fsspec.core.url_to_fs(url, **options)
-    except DataError:
-        raise
-    except ImportError as e:
-        want = f"the package that reads {scheme}://, not installed here"
-        raise _url_error(url, key, "", want, f"install what it names: {e}") from e
-    except ValueError as e:
-        want = "a protocol that fsspec knows, as s3://, gs:// or https://"
-        raise _url_error(url, key, f": {e}", want, "correct the URL") from e
-    except Exception as e:
-        raise _refused(e, url, key) from e
-
-
-def _time_limits(scheme: str) -> dict[str, Any]:
-    """Return the fsspec options that limit the time of requests for the protocol `scheme`."""
-    if scheme in ("http", "https"):
-        aiohttp: Any = importlib.import_module("aiohttp")
-        silence = aiohttp.ClientTimeout(total=_REQUEST_S, sock_connect=30, sock_read=60)
-        return {"client_kwargs": {"trust_env": True, "timeout": silence}}
-    if scheme in ("s3", "s3a"):
-        limits = {"connect_timeout": _TRY_S, "read_timeout": _TRY_S, "retries": {"max_attempts": 0}}
-        return {"config_kwargs": limits}
-    return {"requests_timeout": _TRY_S} if scheme in ("gs", "gcs") else {}
-
-
-def refuse_chained(source: str, key: str) -> None:
-    """Refuse fsspec's chained URLs, such as `zip://*.txt::https://host/a.zip`."""
-    if _CHAINED.search(source):
-        fix = "unpack or copy what is behind it to a disk or a bucket"
-        raise _url_error(source, key, ", several in one", "one URL", fix)
 
 
 def list_files(
@@ -289,7 +215,7 @@ def list_files(
         return named, below
 
     try:
-        named, below = _retried(find, source, key, "while it was listed", _TRIES_AT_START if is_start else None)
+        named, below = retried(find, source, key, "while it was listed", TRIES_AT_START if is_start else None)
     except FileNotFoundError:
         named, below = {}, {}
     fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0])
@@ -304,7 +230,7 @@ def list_files(
         fix = "correct the URL; ** stands for any folders"
         if source.startswith("http"):
             fix += "; of a server that does not list its folders, name each file as a source of data.mixture"
-        raise _url_error(source, key, f", {there}", want, fix)
+        raise url_error(source, key, f", {there}", want, fix)
     scheme = source.partition("://")[0]
     return sorted(_remote_file(fs, scheme, name, info, key) for name, info in taken.items()), passed
 
@@ -312,27 +238,27 @@ def list_files(
 def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str) -> RemoteFile:
     url = name if "://" in name else f"{scheme}://{name.lstrip('/') if scheme != 'file' else name}"
     if info.get("size") is None:
-        info = _retried(lambda: fs.info(name), url, key, "while it was looked at")
+        info = retried(lambda: fs.info(name), url, key, "while it was looked at")
     _refuse_encoded(url, key, info.get("contentEncoding"))
     size = info.get("size")
     if size is None:
-        unknown = _url_error(url, key, ", whose size is not known", "a server that says how large the file is")
+        unknown = url_error(url, key, ", whose size is not known", "a server that says how large the file is")
 
         def refuse(_: int, headers: Mapping[str, str]) -> None:
             _refuse_encoded(url, key, headers.get("Content-Encoding"))
             raise unknown
 
         if url.startswith("http"):  # a file that is compressed for the transfer has no size
-            _retried(lambda: _get(fs, url, 0, 1, refuse), url, key, "while it was looked at")
+            retried(lambda: _get(fs, url, 0, 1, refuse), url, key, "while it was looked at")
         raise unknown
     number = _version_of(info)
     if not number:
         want = "a server that gives an ETag or Last-Modified, so that a changed file is not taken for the same"
-        raise _url_error(url, key, ", of which nothing but the size is known", want)
+        raise url_error(url, key, ", of which nothing but the size is known", want)
     return RemoteFile(url, key, int(size), number)
 
 
-def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int | None = None) -> T:
+def retried(action: Callable[[], T], url: str, key: str, where: str, tries: int | None = None) -> T:
     """Call `action` until it succeeds, with pauses; after `tries` repetitions (None: all of `_PAUSES_S`) give up.
 
     `where`: the place of the request in messages, such as `at byte 0`.
@@ -344,15 +270,15 @@ def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int
     for pause in (*_PAUSES_S[:tries], None):
         try:
             return action()
-        except DataError:
+        except TitanliteError:
             raise
         except Exception as e:  # exceptions of back ends have no common class
             failure = _cause_over_http(e) if url.startswith("http") else e
             if isinstance(failure, FileNotFoundError):
                 raise
-            if _is_final(failure) or pause is None:
-                raise _refused(failure, url, key) from e
-            _on_retry.get()(f"{redact_urls(url)}, {where}: {_in_one_line(failure)}; trying again in {pause:g} s")
+            if is_final(failure) or pause is None:
+                raise refused_request(failure, url, key) from e
+            _on_retry.get()(f"{redact_urls(url)}, {where}: {in_one_line(failure)}; trying again in {pause:g} s")
             time.sleep(pause)
     raise AssertionError  # the last try has returned or raised
 
@@ -361,32 +287,3 @@ def _cause_over_http(e: Exception) -> Exception:
     """Return `e` or its cause, as fsspec raises a FileNotFoundError also if an http server cannot be reached."""
     cause = e.__cause__ if isinstance(e, FileNotFoundError) else None
     return cause if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410) else e
-
-
-def _is_final(e: Exception) -> bool:
-    status = getattr(e, "status", None) or getattr(e, "code", None)
-    is_refusal = isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
-    return isinstance(e, _IS_FINAL) or is_refusal or _lacks_credentials(e)
-
-
-def _lacks_credentials(e: BaseException | None) -> bool:
-    if e is None:
-        return False
-    status = getattr(e, "status", None) or getattr(e, "code", None)
-    is_so = isinstance(e, PermissionError) or type(e).__name__ in _NO_CREDENTIALS or status in (401, 403)
-    return is_so or _lacks_credentials(e.__cause__)
-
-
-def _refused(e: Exception, url: str, key: str) -> DataError:
-    scheme = url.partition("://")[0]
-    want, fix = "files that can be read", "see whether the network and the server are there, and start again"
-    if _lacks_credentials(e):
-        want = "files that may be read, with the credentials that this process has"
-        scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
-        of_others = "give user and password, as https://USER:PASSWORD@HOST/, or a URL that is signed anew"
-        fix = _CREDENTIALS.get(scheme, of_others)
-    return _url_error(url, key, f": {_in_one_line(e)}", want, fix)
-
-
-def _in_one_line(e: Exception) -> str:
-    return f"{type(e).__name__}: {str(e) or 'no more is known'}".splitlines()[0]

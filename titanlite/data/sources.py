@@ -23,9 +23,10 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from titanlite.data.remote import RemoteFile, is_url, list_files, refuse_chained
+from titanlite.data.remote import RemoteFile, list_files
 from titanlite.errors import DataError, nearest
 from titanlite.extras import missing_packages
+from titanlite.file_system import is_url, refuse_chained
 from titanlite.redact import STAR, redact_urls
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}

@@ -25,6 +25,7 @@ from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.stages import StageTable, stage_table
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
+from titanlite.file_system import MIRROR, filesystem
 from titanlite.preflight.hints import (
     cut_schedule,
     no_export,
@@ -45,6 +46,7 @@ from titanlite.preflight.start import (
     check_sources,
     newest_state,
 )
+from titanlite.preflight.take_up_mirror import take_up_mirror
 
 T = TypeVar("T")
 VERBOSE = "--verbose"  # of train.py and `titanlite train`; no key, since it changes nothing of the run
@@ -104,7 +106,10 @@ class _Checks:
 
 
 def checked_run(
-    argv: Sequence[str], world_size: int | None = None, has_weights: bool = True, is_start: bool = False
+    argv: Sequence[str],
+    world_size: int | None = None,
+    has_weights: bool = True,
+    is_start: bool = False,
 ) -> CheckedRun:
     """Read and check everything that the arguments of train.py ask for; data is checked, not loaded.
 
@@ -112,7 +117,8 @@ def checked_run(
         argv: command-line arguments of train.py.
         world_size: number of processes; None: unknown.
         has_weights: whether the weights that the run starts from must be on this host.
-        is_start: whether this is a rank of a start, which records the commits of names of the hub.
+        is_start: whether the run is to be started, so that it takes up its mirror and records the commits of names of
+            the hub.
 
     Raises:
         ConfigError: with all problems found. Checks that need a wrong key are left out.
@@ -123,9 +129,11 @@ def checked_run(
     checks, origin = _Checks(problems), problems.origin
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))
-    config, pins = _with_commits(config, checks, world_size, unread, has_weights, is_start)
+    config, pins, (taken, not_taken) = _from_afar(config, checks, world_size, unread, has_weights, is_start)
     dims = attempt(lambda: _dims_of_run(config, origin), "model", "job.recipe_dirs")
     attempt(lambda: config_problems(config, dims, world_size, origin, unread).raise_all())
+    if url := config.checkpoint.mirror:
+        attempt(lambda: filesystem(url, MIRROR), MIRROR)  # of a protocol whose package is here
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
@@ -179,22 +187,32 @@ def checked_run(
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
     hints = [steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused]
-    hints += [*(pin.notice for pin in pins), cut if is_look else None]
+    hints += [*(pin.notice for pin in pins), cut if is_look else None, *taken]
+    warnings += not_taken
     said, warned = (tuple(filter(None, texts)) for texts in (hints, warnings))
     return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, said, warned, saved, pins)
 
 
-def _with_commits(
+def _from_afar(
     config: Config, checks: _Checks, world: int | None, unread: Collection[str], has_weights: bool, is_start: bool
-) -> tuple[Config, tuple[Pin, ...]]:
-    """Resolve names of the hub, but first raise every problem that is known without the network."""
-    if not names_hub(config):
-        return config, ()
+) -> tuple[Config, tuple[Pin, ...], tuple[list[str], list[str]]]:
+    """Take up the mirror and resolve names of the hub, but first raise every problem that is known without the network.
+
+    Returns:
+        The config with commits, a pin for each name, and (notices, warnings) of the mirror.
+    """
+    takes_up, names = is_start and config.checkpoint.mirror, names_hub(config)
+    if not takes_up and not names:
+        return config, (), ([], [])
     checks.attempt(lambda: config_problems(config, None, world, checks.origin, unread).raise_all())
-    found = None
-    if not checks.problems:
+
+    def reach() -> tuple[Config, tuple[Pin, ...], tuple[list[str], list[str]]]:
+        said = take_up_mirror(config) if takes_up else ([], [])
         asks = {"has_weights": has_weights, "is_start": is_start}
-        found = checks.attempt(lambda: pin_names(config, is_fresh=not resumes(config), **asks))
+        pinned = pin_names(config, is_fresh=not resumes(config), **asks) if names else (config, ())
+        return pinned[0], pinned[1], said
+
+    found = None if checks.problems else checks.attempt(reach)
     if found is None:
         raise checks.problems.error(ConfigError)
     return found

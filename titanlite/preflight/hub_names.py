@@ -6,7 +6,6 @@ and later starts find it, under the name as the config has it. Another name or r
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -18,10 +17,9 @@ from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.errors import HubError
 from titanlite.hub import fetch_description, is_hub_name, read_name, resolve_name
 from titanlite.json_file import MALFORMED, as_type, read_json
-from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder, wait_for_rank_0
 
 TOKENIZER = "data.tokenizer"
-_POLL_S = 0.1
 
 
 class Pin(NamedTuple):
@@ -73,7 +71,7 @@ def pin_names(config: Config, *, is_fresh: bool, has_weights: bool, is_start: bo
             continue
         how = "as at this run's first start"
         if asked not in recorded and is_start and not is_first:
-            recorded = _wait_for_rank_0(folder.hub, asked, key, config.comm.init_timeout_seconds)
+            recorded = _recorded_by_rank_0(folder.hub, asked, key, config.comm.init_timeout_seconds)
             how = "as rank 0 recorded it"
         if asked in found:  # the same name for both keys
             how = pins[0].how
@@ -86,9 +84,21 @@ def pin_names(config: Config, *, is_fresh: bool, has_weights: bool, is_start: bo
     names = {pin.key: pin.name for pin in pins}
     if KEY in names and needs_weights:
         fetch_description(names[KEY], KEY)
+    return _with_names(config, names), tuple(pins)
+
+
+def with_recorded_commits(config: Config, record: Path) -> Config:
+    """Replace names of the hub that are in a run's `hub.json`, the file `record`. Raise HubError if that is damaged."""
+    recorded = _read_record(record)
+    asked: dict[str, str] = {key: attrgetter(key)(config) for key in (TOKENIZER, KEY)}
+    return _with_names(config, {key: recorded.get(name, name) for key, name in asked.items()})
+
+
+def _with_names(config: Config, names: Mapping[str, str]) -> Config:
+    """Return a config with these names, by key."""
     data = replace(config.data, tokenizer=names.get(TOKENIZER, config.data.tokenizer))
     checkpoint = replace(config.checkpoint, initial_load_path=names.get(KEY, config.checkpoint.initial_load_path))
-    return replace(config, data=data, checkpoint=checkpoint), tuple(pins)
+    return replace(config, data=data, checkpoint=checkpoint)
 
 
 def _read_record(record: Path) -> dict[str, str]:
@@ -106,12 +116,13 @@ def _read_record(record: Path) -> dict[str, str]:
     return dict(names)
 
 
-def _wait_for_rank_0(record: Path, asked: str, key: str, limit_s: float) -> dict[str, str]:
+def _recorded_by_rank_0(record: Path, asked: str, key: str, limit_s: float) -> dict[str, str]:
     """Return what rank 0 records of a name, as soon as it has."""
-    end = time.monotonic() + limit_s
-    while asked not in (recorded := _read_record(record)):
-        if time.monotonic() > end:
-            want = f"its commit in {record}, which rank 0 writes: a folder that all hosts share"
-            raise HubError.of("Hugging Face hub", key, repr(asked), want, "set job.dump_folder to a shared folder")
-        time.sleep(_POLL_S)
+
+    def found() -> dict[str, str] | None:
+        return recorded if asked in (recorded := _read_record(record)) else None
+
+    if (recorded := wait_for_rank_0(found, limit_s)) is None:
+        want = f"its commit in {record}, which rank 0 writes: a folder that all hosts share"
+        raise HubError.of("Hugging Face hub", key, repr(asked), want, "set job.dump_folder to a shared folder")
     return recorded

@@ -16,10 +16,12 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import tomli
 import tomli_w
@@ -41,7 +43,9 @@ from titanlite.observe.status import read_status
 from titanlite.preflight.same_run import changes_since, keys_of_training
 from titanlite.redact import redact_tree, redact_urls
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+_POLL_S = 0.1
 
 AT_WORK_S = 60.0
 """Up to this age a status.json shows a running job: during training the file is renewed every ten seconds."""
@@ -61,6 +65,7 @@ class RunFolder:
         self.status = self.path / "status.json"
         self.hub = self.path / "hub.json"
         self.checkpoints = self.path / "checkpoints"
+        self.mirror = self.path / "mirror.json"
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
         self.tensorboard = self.path / "tensorboard"
@@ -107,6 +112,17 @@ class RunFolder:
             except BaseException:
                 self.release()
                 raise
+
+    @contextmanager
+    def locked(self, config: Config) -> Iterator[None]:
+        """Within the context, hold the lock of the folder, made if it is missing. Raise ConfigError as `claim` does."""
+        with self._access_explained(config):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            try:
+                yield
+            finally:
+                self.release()
 
     def foresee(self, config: Config) -> list[str]:
         """Make the checks of `claim`, but write and lock nothing: another job that starts must find the lock free."""
@@ -249,6 +265,22 @@ class RunFolder:
         if folder := next((path for path in (self.status, self.receipt) if path.is_dir()), None):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
         return notices
+
+
+def wait_for_rank_0(found: Callable[[], T | None], limit_s: float, size: Callable[[], int] = lambda: 0) -> T | None:
+    """Return what `found` finds in the folder as soon as rank 0 has written it.
+
+    If rank 0 fails, the launcher ends this rank, or else the limit does: None is returned when for `limit_s` seconds
+    nothing was found and `size` was the same.
+    """
+    before, since = size(), time.monotonic()
+    while (there := found()) is None:
+        if (now := size()) != before:
+            before, since = now, time.monotonic()
+        if time.monotonic() - since > limit_s:
+            return None
+        time.sleep(_POLL_S)
+    return there
 
 
 def _holder(content: bytes) -> str:

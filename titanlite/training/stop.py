@@ -44,6 +44,7 @@ class StopSignals:
         self._launcher, self._launcher_is_gone = launcher, False
         self.tell_others: Callable[[], object] = lambda: None  # called in a thread at the first signal
         self.received: str | None = None  # name of the first signal, or the launcher's end
+        self.received_at = 0.0  # when it came, by time.monotonic()
         self.is_in_steps = False
         self._before: dict[int, object] = {}
         self._taken_up = threading.Event()
@@ -106,7 +107,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._taken_up.set()
         if self.received is None:
-            self.received = self._name(number)
+            self.received, self.received_at = self._name(number), time.monotonic()
             if not self.is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -1,6 +1,7 @@
 """Open everything that a run needs (data, processes, model, files, watchdog), run the loop, and report its end."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.branch import remember_branch
 from titanlite.checkpoint.collective import on_rank_0
+from titanlite.checkpoint.mirror import STOP_S, Mirror
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.config.stages import largest_stage
@@ -38,6 +40,7 @@ from titanlite.parallel.process_group import leave_limits_to_watchdog, ranks_of_
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.preflight.launcher import Launcher
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.take_up_mirror import claim_of
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
 from titanlite.training.data import mask_entry, open_batches, open_data, report_data, require_same_data
@@ -86,14 +89,15 @@ def train(
             console.notice(notice)
         for warning in warnings:
             console.warning(warning)
+        last = cleanup.enter_context(ExitStack())
         with Session(asked, folder, console, launcher) as session:  # reports the end before the cleanup, which may hang
             cleanup.enter_context(session.stop)
             with folder.write_errors_explained():
-                _train_in_session(session, cleanup)
+                _train_in_session(session, cleanup, last)
 
 
-def _train_in_session(session: Session, cleanup: ExitStack) -> None:
-    """Open what the run needs, train, and report the end. `cleanup` closes everything later."""
+def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitStack) -> None:
+    """Open what the run needs, train, and report the end. `cleanup` closes everything later, then `last_cleanup`."""
     asked, folder, console, config = session.asked, session.folder, session.console, session.asked.config
 
     # Data and processes. After a failure connections remain open until this process ends, so that it can report first.
@@ -124,6 +128,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
 
     # The observers, and the lines before the first step.
     observers = _open_observers(session, run, restored, table, cleanup)
+    observers += _open_mirror(session, checkpoints, last_cleanup)
     session.status.progress(start)
     console.measure_by(table.tokens)
     report = Report(config, batches.mixture, world, token_flops_of(run.model, run.dims), device, console, observers)
@@ -210,6 +215,29 @@ def _open_observers(
         shown = next((each for each in observers if isinstance(each, TensorBoardFile)), None)
         run.receipt.add_later(lambda: tensorboard_entry(session.folder.tensorboard, shown))
     return observers
+
+
+def _open_mirror(session: Session, checkpoints: Checkpoints, last_cleanup: ExitStack) -> list[Observer]:
+    """Return the mirror of checkpoints, on rank 0 of a run that has one. `last_cleanup` waits for it."""
+    config, stop = session.asked.config, session.stop
+    if session.rank != 0 or not config.checkpoint.mirror:
+        return []
+    claim = claim_of(session.folder, config)
+    mirror = Mirror(config.checkpoint, session.folder.path, claim, session.console)
+    checkpoints.held = mirror.held
+
+    def wait(error: type[BaseException] | None, *_: object) -> None:
+        if error is not None and not stop.is_in_steps:  # nothing was saved
+            return
+        limit = config.checkpoint.mirror_wait_seconds
+        if stop.received:
+            limit = max(0.0, stop.received_at + STOP_S - time.monotonic())
+        elif error is not None or session.status.step < last_step(config):
+            limit = STOP_S
+        mirror.wait(limit)
+
+    last_cleanup.push(wait)
+    return [mirror]
 
 
 def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTable) -> Iterator[Observer]:

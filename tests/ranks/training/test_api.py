@@ -1,5 +1,6 @@
 """Runs, plans and text from Python: what the commands do, with their errors as exceptions."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_run_is_trained_and_says_text(config: str, capfd: pytest.CaptureFixtur
     ((step, samples),) = run.samples
     assert (step, [sample.prompt for sample in samples]) == (3, ["a, b", "é 😀"])
     assert run.load().generate(["a, b", "é 😀"], 5) == [sample.text for sample in samples]
+
+
+@pytest.mark.slow
+def test_a_launched_run_on_a_new_disk_goes_on_from_its_mirror(
+    config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"job.name": "mirrored", "training.steps": 2, "checkpoint.mirror": f"file://{tmp_path}/mirror"}
+    shutil.rmtree(titanlite.run(config, changes).folder)
+    titanlite.run(config, changes | {"checkpoint.resume": 2, "training.steps": 3})
+    assert "that of step 2 was taken from file:" in " ".join(capfd.readouterr().out.split())
 
 
 def test_mistakes_are_exceptions(config: str) -> None:

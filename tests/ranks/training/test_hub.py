@@ -1,6 +1,7 @@
 """Runs that start from a model of the hub and are pushed there, against a hub on loopback."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_ranks_fetch_each_file_once_and_later_starts_keep_the_commit(
     (began.folder / "hub.json").write_text("{")
     assert "delete it, and the names are resolved anew" in desk.run("named", 1, *STILL, LOADS, ends=2).output
     require_no_token(desk.folder, tmp_path, said=began.output + went_on.output + other.output + offline.output)
+
+
+def test_a_mirror_keeps_the_commit_for_a_new_disk(desk: "Desk", hub: Server, tmp_path: Path) -> None:
+    first = hub.branches["me/base"]["main"]
+    flags = *STILL, LOADS, f"--checkpoint.mirror=file://{tmp_path}/mirror"
+    desk.run("copied", 1, *flags, "--job.stop_after=1")
+    hub.publish("me/base", {"config.json": b"{}", "tokenizer.json": b"{}"})
+    old_disk = desk.run("copied", 1, *flags, "--job.stop_after=2")
+    shutil.rmtree(old_disk.folder)
+    new_disk = desk.run("copied", 2, *flags, "--job.stop_after=3")
+    assert "that of step 2 was taken from" in new_disk.output
+    assert new_disk.receipt["data.tokenizer"]["applied"] == {"commit": first}
+    assert new_disk.checkpoints() == [2, 3]
 
 
 def test_validate_fetches_no_weights_and_a_transfer_that_breaks_off_is_taken_up(

@@ -29,8 +29,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return amount
 
 
-def config(k: int, steps: int = 10_000, stop_after: int = 0, best: str = "") -> Config:
-    kept, trained = Checkpoint(keep_latest_k=k, interval=1000, keep_best=best), Training(steps=steps)
+def config(k: int, steps: int = 10_000, stop_after: int = 0, **more: str) -> Config:
+    kept, trained = Checkpoint(keep_latest_k=k, interval=1000, **more), Training(steps=steps)  # type: ignore[arg-type]
     return Config(job=Job(stop_after=stop_after), checkpoint=kept, training=trained)
 
 
@@ -41,7 +41,8 @@ def config(k: int, steps: int = 10_000, stop_after: int = 0, best: str = "") -> 
         (config(3), 2, 3),  # the one that the run resumed from stays
         (config(3), 3, 2),
         (config(3), 9, 1),
-        (config(3, best="validation_loss"), 0, 5),
+        (config(3, keep_best="validation_loss"), 0, 5),
+        (config(3, mirror="s3://b/run"), 0, 5),
         (config(3, steps=2000), 0, 2),
         (config(3, steps=2001), 0, 3),
         (config(3, stop_after=1000), 0, 1),

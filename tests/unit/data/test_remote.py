@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.prepared import prepare_here
 from tests.unit.data.test_sources import write_parquet
+from titanlite import file_system
 from titanlite.config.schema import Comm, Config, Data
 from titanlite.data import remote
 from titanlite.data.inputs import check_inputs
@@ -194,7 +195,7 @@ def test_a_file_without_a_stamp_is_refused() -> None:
 
 
 def test_a_try_and_the_pause_before_it_are_shorter_than_the_watchdog_waits() -> None:
-    assert max(PAUSES_S) + remote._REQUEST_S < Comm.train_timeout_seconds - 30
+    assert max(PAUSES_S) + file_system._REQUEST_S < Comm.train_timeout_seconds - 30
 
 
 def test_without_a_url_fsspec_is_not_imported(tmp_path: Path) -> None:
