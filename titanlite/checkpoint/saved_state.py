@@ -97,7 +97,7 @@ def read_state(folder: Path, step: int) -> SavedState:
     publish.verify(folder, largest=QUICKLY_HASHED)
     try:
         saved = cast(dict[str, Any], read_json(folder / STATE))
-        state = SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
+        state = state_from_json(saved)
     except (OSError, TypeError, *MALFORMED) as e:
         want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
         raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
@@ -111,6 +111,11 @@ def read_state(folder: Path, step: int) -> SavedState:
     else:
         return state
     raise CheckpointError(describe(str(folder), [problem]))
+
+
+def state_from_json(saved: Mapping[str, Any]) -> SavedState:
+    """Return the state in the parsed content of a `state.json`. Raise TypeError if it is none."""
+    return SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
 
 
 def best_of(losses: Mapping[int, float | None]) -> int | None:
