@@ -4,6 +4,7 @@
 own configuration and from environment variables. fsspec and its back ends are imported only if a URL is used.
 """
 
+import errno
 import importlib
 import re
 from typing import Any
@@ -48,7 +49,8 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
         raise url_error(url, key, "", *missing)
     try:
         options = _time_limits(scheme)
-        if more := fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url):
+        more = {} if key == MIRROR else fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url)
+        if more:  # a file of a source is opened by protocol and path
             want = "a URL of a protocol and a path, as those of s3://, gs:// and https:// are"
             raise url_error(url, key, f", whose {', '.join(more)} is no part of the path there", want)
         return fsspec.core.url_to_fs(url, **options)
@@ -98,7 +100,8 @@ def is_final(e: Exception) -> bool:
     """Return whether another try cannot mend a failed request."""
     status = getattr(e, "status", None) or getattr(e, "code", None)
     is_refusal = isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
-    return isinstance(e, _IS_FINAL) or is_refusal or lacks_credentials(e)
+    is_full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(e, _IS_FINAL) or is_refusal or is_full or lacks_credentials(e)
 
 
 def lacks_credentials(e: BaseException | None) -> bool:

@@ -1,7 +1,7 @@
 """Stores for mirrors of checkpoints: S3 on loopback, and a folder as a store that fails on demand, for any process.
 
 `faulty://user:SECRET@store/FOLDER` is the local folder /FOLDER, found by fsspec as a package's entry point. What it
-does is in the file that FAULTY names: `ok`, `slow`, `hangs`, `full`, `closed` or `gone`.
+does is in the file that FAULTY names: `ok`, `slow`, `hangs`, `full`, `keeps` (deletes nothing), `closed` or `gone`.
 """
 
 import os
@@ -54,6 +54,11 @@ class FaultyFileSystem(LocalFileSystem):
     def get_file(self, *args: Any, **more: Any) -> Any:
         super().get_file(*args, **more)
         self._fault()
+
+    def rm_file(self, *args: Any, **more: Any) -> Any:
+        if Path(os.environ["FAULTY"]).read_text() == "keeps":
+            raise PermissionError(f"no right at faulty://user:{SECRET}@store/")
+        super().rm_file(*args, **more)
 
     def find(self, *args: Any, **more: Any) -> Any:
         self._fault()

@@ -1,10 +1,9 @@
-"""Copy checkpoints to the mirror in a process beside training, one at a time, as `mirror.py` asks.
+"""Copy one checkpoint to the mirror in a process beside training, as `mirror.py` asks, and delete what is not kept.
 
-The first line of standard input is the task, as JSON; each further line is a step to copy, or 0: only see to it that
-the mirror is this start's. Answers are JSON objects, one a line: `{"claimed": true}` once the mirror is made this
-start's, and of each step `{"copied": step, "is_new": bool}`, `{"damaged": why}` for a local checkpoint that is not what
-was saved, `{"lost": why}` if the mirror is not this start's any more, or `{"failed": why}`. The process ends with its
-input, and with the training process.
+Standard input has the task, as JSON; its step is 0 if only the mirror is to be made this start's. Standard output gets
+the outcome, a JSON object: `{"is_new": bool}`, with `"kept": why` if nothing can be deleted; `{"damaged": why}` if
+the local checkpoint is not what was saved; `{"lost": why}` if the mirror is not this start's any more; or `{"failed":
+why}`. The process ends with the training process.
 """
 
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 from titanlite.checkpoint.mirror_store import BESIDE, Claim, MirrorStore
 from titanlite.checkpoint.publish import step_folder
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, TitanliteError
 from titanlite.file_system import in_one_line
 from titanlite.json_file import parse_json
 
@@ -31,34 +30,23 @@ class _LostError(Exception):
 
 
 def main() -> None:
-    """Carry out the steps on standard input until it ends."""
+    """Carry out the task on standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the training process decides when this one ends
     os.nice(10)  # hashing and encryption give way to training
-    reports = os.dup(1)
-    os.dup2(2, 1)  # prints of libraries do not go among the reports
-
-    def say(**what: object) -> None:
-        with suppress(BrokenPipeError):
-            os.write(reports, json.dumps(what).encode() + b"\n")
-
-    work = parse_json(sys.stdin.readline())
-    Thread(target=_end_with, args=(work["trainer"],), daemon=True).start()
-    store: MirrorStore | None = None
-    for line in sys.stdin:
-        try:
-            store = store or MirrorStore(work["url"])
-            if work["may_claim"]:
-                _make_own(store, work)
-                work["may_claim"] = False
-                say(claimed=True)
-            say(copied=int(line), is_new=_copy_step(store, int(line), work))
-        except _LostError as lost:
-            say(lost=str(lost))
-        except CheckpointError as damaged:
-            say(damaged=str(damaged))
-        except Exception as error:  # exceptions of back ends have no common class
-            say(failed=in_one_line(error))
+    outcome = os.dup(1)
+    os.dup2(2, 1)  # prints of libraries are no outcome
+    task = parse_json(sys.stdin.buffer.read())
+    Thread(target=_end_with, args=(task["trainer"],), daemon=True).start()
+    try:
+        said = _mirror_step(task)
+    except _LostError as lost:
+        said = {"lost": f"{lost} writes there"}
+    except CheckpointError as damaged:
+        said = {"damaged": _text(damaged)}
+    except Exception as error:  # exceptions of back ends have no common class
+        said = {"failed": _text(error)}
+    os.write(outcome, json.dumps(said).encode())
     os._exit(0)  # a library's threads may hang
 
 
@@ -69,28 +57,33 @@ def _end_with(trainer: int) -> None:
     os._exit(1)
 
 
-def _make_own(store: MirrorStore, work: dict[str, Any]) -> None:
-    """Make the mirror this start's, unless it is another run's."""
-    own, there = Claim(**work["claim"]), store.claim()
-    if there is not None and there.id != own.id:
-        raise _LostError(f"another run, {there.name}, writes there")
-    for name in BESIDE:
-        with suppress(FileNotFoundError):
-            store.write(name, Path(work["folder"], name).read_bytes())
-    store.write_claim(own)
+def _mirror_step(task: dict[str, Any]) -> dict[str, Any]:
+    """Make the mirror this start's, copy the step, and delete what the mirror need not keep."""
+    store, own, folder = MirrorStore(task["url"]), Claim(**task["claim"]), Path(task["folder"])
+
+    def make_own() -> None:
+        if (there := store.claim()) == own:
+            return
+        if there is not None and (there.id != own.id or (own.start, own.token) < (there.start, there.token)):
+            raise _LostError("a later start" if there.id == own.id else f"another run, {there.name},")
+        for name in BESIDE:
+            with suppress(FileNotFoundError):
+                store.write(name, (folder / name).read_bytes())
+        store.write_claim(own)
+
+    make_own()
+    if not task["step"]:
+        return {"is_new": False}
+    said: dict[str, Any] = {"is_new": store.copy(step_folder(folder / "checkpoints", task["step"]), make_own)}
+    make_own()
+    try:
+        store.prune(task["keep"], task["best_by"], task["newest"])
+    except Exception as error:  # the copy is there
+        said["kept"] = _text(error)
+    return said
 
 
-def _copy_step(store: MirrorStore, step: int, work: dict[str, Any]) -> bool:
-    """Copy a step, and delete what the mirror need not keep; return whether the step was not there."""
-
-    def require() -> None:
-        if store.claim() != Claim(**work["claim"]):
-            raise _LostError("a later start of this run, or another run, writes there")
-
-    require()
-    if not step:
-        return False
-    is_new = store.copy(step_folder(Path(work["folder"], "checkpoints"), step), require)
-    require()
-    store.prune(work["keep"], work["best_by"])
-    return is_new
+def _text(error: Exception) -> str:
+    """Return what an error says in one line, which fits into the pipe that is read only when this process has ended."""
+    said = " ".join(str(error).split()) if isinstance(error, TitanliteError) else in_one_line(error)
+    return said[:4000]

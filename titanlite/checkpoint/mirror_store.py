@@ -3,21 +3,24 @@
     s3://bucket/run/
       mirror.json             whose mirror it is: id and name of the run, and which of its starts writes here
       config.toml, hub.json   of the run's folder
-      step-00000500/          complete: MANIFEST.json was written last
+      step-00000500/          complete: MANIFEST.json was put there last
       step-00001000/          without MANIFEST.json no checkpoint: being copied, or what a kill has left
 
-Object stores have no rename, so the manifest is the commit: it is written after all other files are there with their
-sizes, and deleted before them. A file is hashed before it is sent and after it is fetched, against the manifest of the
-save. The upload itself is checked by the store and by sizes. A fetched checkpoint is published as a save is. Each start
-writes its own token to `mirror.json`, so an earlier one that still runs elsewhere notices and stops. Uses no torch.
+Object stores have no rename of folders, so the manifest is the commit: it comes after all other files are there with
+their sizes, and is deleted before them. A file is hashed before it is sent and after it is fetched, against the
+manifest of the save. The upload itself is checked by the store and by sizes. A fetched checkpoint is published as a
+save is. Each start has its own claim in `mirror.json`, so an earlier one that still runs elsewhere notices and stops.
+Uses no torch.
 """
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +28,9 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.publish import MANIFEST, FileEntry
 from titanlite.checkpoint.saved_state import STATE, best_of, state_from_json
-from titanlite.data.remote import retried
+from titanlite.data.remote import TRIES_AT_START, retried
 from titanlite.errors import CheckpointError, DataError
-from titanlite.file_system import MIRROR, filesystem
+from titanlite.file_system import MIRROR, filesystem, url_error
 from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.redact import redact_urls
 
@@ -38,11 +41,15 @@ _CLAIM = "mirror.json"
 
 @dataclass(frozen=True)
 class Claim:
-    """Whose a mirror is: the id of a run, its name, and a token of the start that writes there."""
+    """Whose a mirror is: id and name of a run, and the start that writes there. Of two starts the larger claim has it.
+
+    `start` counts the starts of the run, as far as this one knew of them; `token` tells those with one number apart.
+    """
 
     id: str
     name: str
-    start: str
+    start: int
+    token: str
 
 
 class MirrorStore:
@@ -55,7 +62,6 @@ class MirrorStore:
     def __init__(self, url: str) -> None:
         self._fs, path = filesystem(url, MIRROR)
         self._root, self._url = path.rstrip("/"), url
-        self._sent: set[tuple[str, FileEntry]] = set()  # files of the copy that a failure has interrupted
 
     def __str__(self) -> str:
         return redact_urls(self._url)
@@ -63,64 +69,68 @@ class MirrorStore:
     def claim(self) -> Claim | None:
         """Return whose the mirror is; None if nobody has written there. Raise DataError if that is damaged."""
         try:
-            return cast(Claim, as_type(Claim, parse_json(raw))) if (raw := self.read(_CLAIM)) else None
+            return None if (raw := self.read(_CLAIM)) is None else cast(Claim, as_type(Claim, parse_json(raw)))
         except MALFORMED as e:
             want, fix = "what titanlite writes there", f"delete {_CLAIM} there, if it is this run's; or another URL"
             raise DataError.of("checkpoint", MIRROR, f"{self}, whose {_CLAIM} is damaged ({e})", want, fix) from e
+
+    def require_place(self) -> None:
+        """Raise DataError if neither the mirror nor the bucket or folder above it is there."""
+        with suppress(PermissionError):  # credentials may be for the mirror alone
+            if not (self._fs.isdir(self._root) or self._fs.isdir(self._root.rpartition("/")[0])):
+                want, fix = "a URL in a bucket or folder that is there", "make the bucket or folder, or correct the URL"
+                raise url_error(self._url, MIRROR, "", want, fix)
 
     def write_claim(self, claim: Claim) -> None:
         """Make the mirror a run's."""
         self.write(_CLAIM, json.dumps(asdict(claim)).encode())
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if it is not there, or empty, as a kill may leave it."""
+        """Return the content of a small file; None if it is not there."""
         try:
-            return cast(bytes, self._fs.cat_file(self._at(name))) or None
+            return cast(bytes, self._fs.cat_file(self._at(name)))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file at once."""
-        self._put(self._at(name), lambda path: self._fs.pipe_file(path, content))
+        """Write or replace a small file; a kill leaves the old one or the new one."""
+        path = self._at(name)
+        self._put(f"{path}.tmp", lambda tmp: self._fs.pipe_file(tmp, content))
+        self._fs.mv(f"{path}.tmp", path)
 
     def complete(self) -> list[int]:
         """Return the steps with a manifest, oldest first."""
-        return sorted(step for step, files in self._sizes().items() if files.get(MANIFEST))
+        return sorted(step for step, files in self._sizes().items() if MANIFEST in files)
 
-    def copy(self, folder: Path, require: Callable[[], object]) -> bool:
+    def copy(self, folder: Path, make_own: Callable[[], object]) -> bool:
         """Copy a checkpoint, unless the same is there; return whether it was not.
 
-        After a failure the next call goes on with files not yet sent. `require` is called before the manifest is
-        written; it raises if the mirror is another's.
+        `make_own` is called before each file is written; it raises if the mirror is another's.
 
         Raises:
             CheckpointError: the local checkpoint is damaged.
         """
         manifest, step = (folder / MANIFEST).read_bytes(), int(folder.name.removeprefix("step-"))
         entries, there = publish.entries_in(manifest, str(folder)), self._sizes().get(step, {})
+        sizes = {name: entry.bytes for name, entry in entries.items()}
         if MANIFEST in there:
             with suppress(CheckpointError):  # a damaged manifest equals none
-                is_whole = all(there.get(name) == entry.bytes for name, entry in entries.items())
-                if is_whole and self._manifest(folder.name) == entries:
+                if sizes.items() <= there.items() and self._manifest(folder.name) == entries:
                     return False
+            make_own()
             self._fs.rm_file(self._at(folder.name, MANIFEST))  # of a branch that was left
         for name, entry in entries.items():
-            key = name, entry
-            if key in self._sent and there.get(name) == entry.bytes:
-                continue
             if publish.hash_files(folder, [name])[name] != entry:
                 want = f"the content that {MANIFEST} was written for: a damaged checkpoint is not copied"
                 raise CheckpointError.of(str(folder), name, "another size or SHA-256", want, "move the folder away")
-            file = str(folder / name)
-            self._put(self._at(folder.name, name), lambda path, file=file: self._fs.put_file(file, path))
-            self._sent.add(key)
+            make_own()
+            put = partial(self._put, self._at(folder.name, name), partial(self._fs.put_file, str(folder / name)))
+            retried(put, self._url, MIRROR, f"{folder.name}/{name}", TRIES_AT_START)
         there = self._sizes().get(step, {})
-        if wrong := [name for name, entry in entries.items() if there.get(name) != entry.bytes]:
-            self._sent.clear()
+        if wrong := [name for name, size in sizes.items() if there.get(name) != size]:
             raise OSError(f"{wrong[0]} of {folder.name} has {there.get(wrong[0])} bytes there, not those sent")
-        require()
+        make_own()
         self.write(f"{folder.name}/{MANIFEST}", manifest)
-        self._sent.clear()
         return True
 
     def fetch(self, step: int, root: Path, say: Callable[[str], object]) -> None:
@@ -133,13 +143,22 @@ class MirrorStore:
         name = publish.step_folder(root, step).name
         entries = self._tried(lambda: self._manifest(name), name)
         tmp, size = publish.begin(root, step), sum(entry.bytes for entry in entries.values())
+        lacks = f"{byte_size(size)} for {name} of {self}", "make room, or set job.dump_folder to another disk"
         if (free := shutil.disk_usage(tmp).free) < size:
-            want, fix = f"{byte_size(size)} for {name} of {self}", "make room, or set job.dump_folder to another disk"
-            raise CheckpointError.of(str(root), "free space", byte_size(free), want, fix)
+            raise CheckpointError.of(str(root), "free space", byte_size(free), *lacks)
         say(f"{root} has no checkpoint: takes {name} ({byte_size(size)}) from {self}")
+
+        def get(file: str) -> None:
+            try:
+                self._fs.get_file(self._at(name, file), str(tmp / file))
+            except OSError as e:
+                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise CheckpointError.of(str(root), "free space", str(e.strerror), *lacks) from e
+
         for file, entry in entries.items():
             for is_last in (False, True):  # a transfer may have damaged it, too
-                self._tried(lambda of=file: self._fs.get_file(self._at(name, of), str(tmp / of)), name)
+                self._tried(lambda of=file: get(of), name)
                 if publish.hash_files(tmp, [file])[file] == entry:
                     break
                 if is_last:
@@ -148,13 +167,14 @@ class MirrorStore:
                 os.fsync(written.fileno())
         publish.commit(tmp, entries)
 
-    def prune(self, keep: int, best_by: str) -> None:
+    def prune(self, keep: int, best_by: str, newest: int) -> None:
         """Delete all but the newest `keep` checkpoints (0: none) and the best by the loss `best_by`, and all leftovers.
 
-        Nothing may be in the middle of a copy. A checkpoint's manifest is deleted first.
+        Checkpoints beyond `newest`, the newest of this start, are of a start that it has overtaken, and are deleted,
+        too. Nothing may be in the middle of a copy. A checkpoint's manifest is deleted first.
         """
         sizes = self._sizes()
-        complete = sorted(step for step, files in sizes.items() if files.get(MANIFEST))
+        complete = sorted(step for step, files in sizes.items() if MANIFEST in files and step <= newest)
         old = complete[:-keep] if keep else []
         best = best_of({step: self._loss(step, best_by) for step in complete}) if old and best_by else None
         for step in (step for step in sizes if step not in complete or (step in old and step != best)):

@@ -15,6 +15,8 @@ from titanlite.preflight.run_again import processes_of, run_again
 # Flags that turn off all that a run writes or waits for besides its steps; none changes the numbers of a step.
 _ALONE = (
     "--checkpoint.enable=false",
+    "--checkpoint.keep_best=",
+    "--checkpoint.mirror=",
     "--validation.enable=false",
     "--metrics.wandb=off",
     "--profiling.enable=false",

@@ -106,10 +106,7 @@ class _Checks:
 
 
 def checked_run(
-    argv: Sequence[str],
-    world_size: int | None = None,
-    has_weights: bool = True,
-    is_start: bool = False,
+    argv: Sequence[str], world_size: int | None = None, has_weights: bool = True, is_start: bool = False
 ) -> CheckedRun:
     """Read and check everything that the arguments of train.py ask for; data is checked, not loaded.
 
@@ -117,8 +114,7 @@ def checked_run(
         argv: command-line arguments of train.py.
         world_size: number of processes; None: unknown.
         has_weights: whether the weights that the run starts from must be on this host.
-        is_start: whether the run is to be started, so that it takes up its mirror and records the commits of names of
-            the hub.
+        is_start: whether the run is to be started: it takes up its mirror, and records the commits of names of the hub.
 
     Raises:
         ConfigError: with all problems found. Checks that need a wrong key are left out.

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from titanlite.config.config_json import KEY
 from titanlite.config.schema import FROM_CHECKPOINT, Config
+from titanlite.durable import read_plain
 from titanlite.errors import HubError
 from titanlite.hub import fetch_description, is_hub_name, read_name, resolve_name
-from titanlite.json_file import MALFORMED, as_type, read_json
+from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.preflight.run_folder import RunFolder, wait_for_rank_0
 
 TOKENIZER = "data.tokenizer"
@@ -81,39 +82,43 @@ def pin_names(config: Config, *, is_fresh: bool, has_weights: bool, is_start: bo
         pins.append(Pin(key, asked, (recorded | found)[asked], how))
     if found and is_start:
         folder.record_hub(config, json.dumps(recorded | found, indent=1) + "\n")
-    names = {pin.key: pin.name for pin in pins}
-    if KEY in names and needs_weights:
-        fetch_description(names[KEY], KEY)
-    return _with_names(config, names), tuple(pins)
+    config = with_commits(config, recorded | found)
+    if needs_weights and is_hub_name(path := config.checkpoint.initial_load_path):
+        fetch_description(path, KEY)
+    return config, tuple(pins)
 
 
-def with_recorded_commits(config: Config, record: Path) -> Config:
-    """Replace names of the hub that are in a run's `hub.json`, the file `record`. Raise HubError if that is damaged."""
-    recorded = _read_record(record)
-    asked: dict[str, str] = {key: attrgetter(key)(config) for key in (TOKENIZER, KEY)}
-    return _with_names(config, {key: recorded.get(name, name) for key, name in asked.items()})
-
-
-def _with_names(config: Config, names: Mapping[str, str]) -> Config:
-    """Return a config with these names, by key."""
-    data = replace(config.data, tokenizer=names.get(TOKENIZER, config.data.tokenizer))
-    checkpoint = replace(config.checkpoint, initial_load_path=names.get(KEY, config.checkpoint.initial_load_path))
-    return replace(config, data=data, checkpoint=checkpoint)
+def with_commits(config: Config, recorded: Mapping[str, str]) -> Config:
+    """Return a config with the `recorded` names with commits in place of those of the hub."""
+    tokenizer, path = config.data.tokenizer, config.checkpoint.initial_load_path
+    data = replace(config.data, tokenizer=recorded.get(tokenizer, tokenizer))
+    return replace(config, data=data, checkpoint=replace(config.checkpoint, initial_load_path=recorded.get(path, path)))
 
 
 def _read_record(record: Path) -> dict[str, str]:
-    """Return the names with commits that a run has recorded, by the names as configs have them."""
     try:
-        names: Mapping[str, str] = as_type(Mapping[str, str], read_json(record))
+        return names_in(read_plain(record), str(record))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise _damaged(str(record), error) from None
+
+
+def names_in(recorded: bytes | None, file: str) -> dict[str, str]:
+    """Return the names with commits in a run's `hub.json`, by the names as configs have them. `file`: its place."""
+    try:
+        names: Mapping[str, str] = as_type(Mapping[str, str], parse_json(recorded or b"{}"))
         for name in names.values():
             if not read_name(name, "").is_resolved:
                 raise ValueError(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, HubError, *MALFORMED) as error:
-        want, fix = "what titanlite writes", "delete it, and the names are resolved anew"
-        raise HubError.of(str(record.parent), record.name, f"{type(error).__name__}: {error}", want, fix) from None
+    except (HubError, *MALFORMED) as error:
+        raise _damaged(file, error) from None
     return dict(names)
+
+
+def _damaged(file: str, error: Exception) -> HubError:
+    want, fix = "what titanlite writes", "delete it, and the names are resolved anew"
+    return HubError.of(file.rpartition("/")[0], "hub.json", f"{type(error).__name__}: {error}", want, fix)
 
 
 def _recorded_by_rank_0(record: Path, asked: str, key: str, limit_s: float) -> dict[str, str]:

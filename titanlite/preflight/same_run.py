@@ -45,12 +45,19 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         ConfigError: a key that defines the run differs, or the file is damaged.
     """
     try:
-        before = dotted(redact_tree(tomli.loads(read_plain(recorded).decode()), redact_urls))
+        toml = read_plain(recorded)
     except FileNotFoundError:
         return []
+    return changes_from(toml, str(recorded), config)
+
+
+def changes_from(recorded_toml: bytes, file: str, config: Config) -> list[str]:
+    """Return and raise as `changes_since`, of the content of the `file` of the run's last config."""
+    try:
+        before = dotted(redact_tree(tomli.loads(recorded_toml.decode()), redact_urls))
     except (ValueError, RecursionError) as e:  # not TOML, or not UTF-8
         want, fix = "the config of this run", "restore it, or choose another job.name"
-        raise ConfigError.of(str(recorded.parent), "config.toml", str(e), want, fix) from None
+        raise ConfigError.of(file.rpartition("/")[0], "config.toml", str(e), want, fix) from None
     # A key that is not in the recorded config had its default.
     default = dotted(asdict(Config()))
     was, now = default | before, default | dotted(redact_tree(toml_table(config), redact_urls))
@@ -67,7 +74,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         sole = [f"data.source = {_toml(of['data.source'])}" for of in (now, was)]
         saw, want = ("[[data.mixture]]", sole[1]) if is_mixed[1] else (sole[0], "[[data.mixture]]")
         fix = "the old one, or another job.name: with checkpoint.initial_load_path = this run, it goes on from there"
-        problems.append(Problem("data", saw, f"{want}, as in {recorded}", fix))
+        problems.append(Problem("data", saw, f"{want}, as in {file}", fix))
     for key in identity:
         # A dimension that is not set comes from the flavor. Two flavors may have the same dimensions.
         name = key.removeprefix("model.")
@@ -77,10 +84,10 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
             if key == "optimizer.state_dtype":
                 fix += "; or optimizer.fresh_state = true, to begin with fresh state"
             if key in _PATHS:
-                fix += f"; if only its place has changed, write the new one into {recorded} as well"
-            problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {recorded}", fix))
+                fix += f"; if only its place has changed, write the new one into {file} as well"
+            problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {file}", fix))
     if problems:
-        raise ConfigError(describe(f"{recorded.parent}: output folder of a different run", problems))
+        raise ConfigError(describe(f"{file.rpartition('/')[0]}: output folder of a different run", problems))
     return [
         f"changed since the last start: {key}: {_toml(was.get(key))} → {_toml(now.get(key))}"
         if key in now or "[" in key  # a key in a list of tables

@@ -6,15 +6,15 @@ copies does so once training has begun. A store that cannot be read only costs a
 checkpoints; where it has none, the start is refused, as it would begin at step 0.
 
 Only rank 0 does so. There is no process group yet, so other ranks that find no checkpoint wait until there is one, or
-until `mirror.json` says that there is none to take.
+until `mirror.json` has a claim without a token: no start has trained since rank 0 has looked into the mirror.
 """
 
 import json
 import os
 import secrets
-import sys
-import tempfile
 from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import cast
 
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.mirror_store import BESIDE, Claim, MirrorStore
@@ -22,14 +22,13 @@ from titanlite.checkpoint.resume import chosen_step
 from titanlite.config.schema import Config
 from titanlite.data.remote import TRIES_AT_START, retried, telling
 from titanlite.durable import write_durably
-from titanlite.errors import CheckpointError, ConfigError, DataError, ErrorReport
+from titanlite.errors import CheckpointError, DataError
 from titanlite.file_system import MIRROR
 from titanlite.json_file import MALFORMED, as_type, read_json
-from titanlite.preflight.hub_names import with_recorded_commits
+from titanlite.preflight.hub_names import names_in, with_commits
 from titanlite.preflight.run_folder import RunFolder, wait_for_rank_0
-from titanlite.preflight.same_run import changes_since
-
-_FIX = "another URL, as with job.name at its end"
+from titanlite.preflight.same_run import changes_from
+from titanlite.streams import say_first
 
 
 def take_up_mirror(config: Config) -> tuple[list[str], list[str]]:
@@ -44,79 +43,83 @@ def take_up_mirror(config: Config) -> tuple[list[str], list[str]]:
             disk has too little room; or rank 0 has written nothing.
         DataError: the protocol's package is missing, or the folder has no checkpoint and the store cannot be read.
     """
-    folder, url = RunFolder.of(config), config.checkpoint.mirror
-    here = publish.complete_steps(folder.checkpoints)
+    folder = RunFolder.of(config)
     if os.environ.get("RANK", "0") != "0":
-        if not here:
+        if not publish.complete_steps(folder.checkpoints):
             _wait_for_checkpoint(folder, config.comm.init_timeout_seconds)
         return [], []
-    store, (own, taken) = MirrorStore(url), _id_and_taken(folder)
+    store = MirrorStore(config.checkpoint.mirror)
+    with folder.locked(config), telling(say_first):
+        return _take_up(config, folder, store)
+
+
+def _take_up(config: Config, folder: RunFolder, store: MirrorStore) -> tuple[list[str], list[str]]:
+    here, own, name = publish.complete_steps(folder.checkpoints), _claim_in(folder), config.job.name
+
+    def look() -> tuple[Claim | None, list[int]]:
+        there = store.claim()
+        if not here and there is None:
+            store.require_place()
+        return there, store.complete()
+
     try:
-        there, steps = retried(lambda: (store.claim(), store.complete()), url, MIRROR, "a listing", TRIES_AT_START)
+        there, steps = retried(look, config.checkpoint.mirror, MIRROR, "a listing", TRIES_AT_START)
     except DataError as e:
         if not here:
             raise
         return [], [f"the mirror {store} cannot be read; training goes on. {e}"]
-    if there is not None and own != there.id and (own or here or there.name != config.job.name):
-        want = f"the mirror of this run (id {own})" if own else f"the mirror of this run, {config.job.name}"
+    if there and (own is None or own.id != there.id) and (own or here or there.name != name):
+        want = f"the mirror of this run, {name}{f' with the id {own.id}' if own else ''}"
         saw = f"{store}, of the run {there.name} with the id {there.id}"
-        raise CheckpointError.of("checkpoint", MIRROR, saw, want, _FIX)
+        raise CheckpointError.of("checkpoint", MIRROR, saw, want, "another URL, as with job.name at its end")
     if here and steps and steps[-1] > here[-1]:
         saw = f"{store}, whose newest checkpoint is of step {steps[-1]}"
         want = f"none newer than this folder's, of step {here[-1]}: a new disk would take up another branch"
         fix = "delete the newer ones there, or move this folder's checkpoints away to go on from them"
         raise CheckpointError.of(str(folder.path), MIRROR, saw, want, fix)
+    own = own or Claim(secrets.token_hex(8), name, 0, secrets.token_hex(8))
+    if there:
+        own = replace(own, id=there.id, start=max(own.start, there.start))
     if not here:
         step = chosen_step(steps, config.checkpoint.resume, str(store)) if steps else None
-        with folder.locked(config), telling(_say):
-            _take_config(store, folder, config, has_checkpoint=step is not None)
-            if step is not None:
-                publish.remove_stale(folder.checkpoints)
-                store.fetch(step, folder.checkpoints, _say)
-            taken = step or 0
-            run = there.id if there else own or secrets.token_hex(8)
-            write_durably(folder.mirror, json.dumps({"id": run, "taken": taken}))
-    is_news = taken and taken == max(here, default=taken)
-    return ([f"{folder.path} had no checkpoint: that of step {taken} was taken from {store}"] if is_news else []), []
+        _take_config(store, folder, config, has_checkpoint=step is not None)
+        if step is not None:
+            _write(folder, own)  # before there is a checkpoint without an id
+            publish.remove_stale(folder.checkpoints)
+            store.fetch(step, folder.checkpoints, say_first)
+            here = [step]
+        own = replace(own, token="")
+    _write(folder, own)
+    if not here or own.token:
+        return [], []
+    return [f"{folder.path} had no checkpoint: that of step {here[-1]} was taken from {store}"], []
 
 
 def claim_of(folder: RunFolder, config: Config) -> Claim:
-    """Return the claim of a start that trains, with the id in the folder, or a new one if there is none.
-
-    `mirror.json` then no longer says that the mirror is empty.
-    """
-    run = _id_and_taken(folder)[0] or secrets.token_hex(8)
-    write_durably(folder.mirror, json.dumps({"id": run}))
-    return Claim(run, config.job.name, secrets.token_hex(8))
+    """Return the claim of a start that trains, which the folder has from now on."""
+    own = _claim_in(folder) or Claim(secrets.token_hex(8), "", 0, "")
+    own = replace(own, name=config.job.name, start=own.start + 1, token=secrets.token_hex(8))
+    _write(folder, own)
+    return own
 
 
-def _id_and_taken(folder: RunFolder) -> tuple[str, int | None]:
-    """Return ("" or the id of the run, the step that was taken from the mirror: 0 if it had none, None if trained)."""
+def _claim_in(folder: RunFolder) -> Claim | None:
+    """Return the claim of the run's last start, or None if the folder has none."""
     with suppress(OSError, *MALFORMED):
-        found = read_json(folder.mirror)
-        return as_type(str, found["id"]), as_type(int | None, found.get("taken"))
-    return "", None
+        return cast(Claim, as_type(Claim, read_json(folder.mirror)))
+    return None
+
+
+def _write(folder: RunFolder, claim: Claim) -> None:
+    write_durably(folder.mirror, json.dumps(asdict(claim)))
 
 
 def _take_config(store: MirrorStore, folder: RunFolder, config: Config, *, has_checkpoint: bool) -> None:
     """Refuse the mirror of a run with another config; copy the run's small files if it has a checkpoint to go with."""
-    url = config.checkpoint.mirror
-    small = {name: retried(lambda of=name: store.read(of), url, MIRROR, name) for name in BESIDE}
-    with tempfile.TemporaryDirectory() as path:
-        recorded = RunFolder(path)
-        for name, content in small.items():
-            if content is not None:
-                (recorded.path / name).write_bytes(content)
-        try:
-            changes_since(recorded.config, with_recorded_commits(config, recorded.hub))
-        except ConfigError as e:
-            problems = [p for report in e.args if isinstance(report, ErrorReport) for p in report.problems]
-            source = f", as in {recorded.config}"
-            keys = ", ".join(
-                f"{p.where} = {p.saw}; the mirror's run has {p.want.removesuffix(source)}" for p in problems
-            )
-            want, fix = "the mirror of this run", f"{_FIX}, or the old values"
-            raise CheckpointError.of("checkpoint", MIRROR, f"{store}: {keys}", want, fix) from e
+    small = {name: retried(lambda of=name: store.read(of), config.checkpoint.mirror, MIRROR, name) for name in BESIDE}
+    toml, hub = (small[name] for name in BESIDE)
+    if toml is not None:
+        changes_from(toml, f"{store}/config.toml", with_commits(config, names_in(hub, f"{store}/hub.json")))
     for name, content in small.items():
         if has_checkpoint and content is not None:
             write_durably(folder.path / name, content.decode())
@@ -126,7 +129,8 @@ def _wait_for_checkpoint(folder: RunFolder, limit_s: float) -> None:
     """Wait until rank 0 has taken a checkpoint or has found none, as long as its copy grows."""
 
     def found() -> bool | None:
-        return bool(publish.complete_steps(folder.checkpoints)) or _id_and_taken(folder)[1] == 0 or None
+        own = _claim_in(folder)
+        return (own is not None and not own.token) or bool(publish.complete_steps(folder.checkpoints)) or None
 
     def size() -> int:
         with suppress(OSError):  # a file has just been renamed
@@ -137,7 +141,3 @@ def _wait_for_checkpoint(folder: RunFolder, limit_s: float) -> None:
         want, fix = "one folder for all ranks", "see what rank 0 says; set job.dump_folder to a folder that all share"
         saw = f"not written by rank 0 within {limit_s:g} s, as this rank sees it"
         raise CheckpointError.of(str(folder.path), folder.mirror.name, saw, want, fix)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
