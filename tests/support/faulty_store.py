@@ -1,7 +1,8 @@
 """Stores for mirrors of checkpoints: S3 on loopback, and a folder as a store that fails on demand, for any process.
 
 `faulty://user:SECRET@store/FOLDER` is the local folder /FOLDER, found by fsspec as a package's entry point. What it
-does is in the file that FAULTY names: `ok`, `slow`, `hangs`, `full`, `keeps` (deletes nothing), `closed` or `gone`.
+does is in the file that FAULTY names: `ok`, `slow`, `hangs`, `full`, `keeps` (deletes nothing), `tears` (small files),
+`closed` or `gone`.
 """
 
 import os
@@ -54,6 +55,12 @@ class FaultyFileSystem(LocalFileSystem):
     def get_file(self, *args: Any, **more: Any) -> Any:
         super().get_file(*args, **more)
         self._fault()
+
+    def pipe_file(self, path: str, value: bytes, *args: Any, **more: Any) -> Any:
+        is_torn = Path(os.environ["FAULTY"]).read_text() == "tears"
+        super().pipe_file(path, value[: len(value) // 2] if is_torn else value, *args, **more)
+        if is_torn:
+            raise OSError("torn")
 
     def rm_file(self, *args: Any, **more: Any) -> Any:
         if Path(os.environ["FAULTY"]).read_text() == "keeps":

@@ -28,7 +28,7 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.publish import MANIFEST, FileEntry
 from titanlite.checkpoint.saved_state import STATE, best_of, state_from_json
-from titanlite.data.remote import TRIES_AT_START, retried
+from titanlite.data.remote import retried
 from titanlite.errors import CheckpointError, DataError
 from titanlite.file_system import MIRROR, filesystem, url_error
 from titanlite.json_file import MALFORMED, as_type, parse_json
@@ -37,13 +37,15 @@ from titanlite.redact import redact_urls
 BESIDE = ("config.toml", "hub.json")
 """Files of the run's folder that its mirror has, too."""
 _CLAIM = "mirror.json"
+_TRIES = 1  # further ones of each file: back ends repeat requests themselves, and the copy is tried again
 
 
 @dataclass(frozen=True)
 class Claim:
     """Whose a mirror is: id and name of a run, and the start that writes there. Of two starts the larger claim has it.
 
-    `start` counts the starts of the run, as far as this one knew of them; `token` tells those with one number apart.
+    `start` counts the starts of the run, twice those that could read the mirror: one that could not, and so does not
+    know of a start elsewhere, is before that one. `token` tells starts with one number apart.
     """
 
     id: str
@@ -125,7 +127,7 @@ class MirrorStore:
                 raise CheckpointError.of(str(folder), name, "another size or SHA-256", want, "move the folder away")
             make_own()
             put = partial(self._put, self._at(folder.name, name), partial(self._fs.put_file, str(folder / name)))
-            retried(put, self._url, MIRROR, f"{folder.name}/{name}", TRIES_AT_START)
+            retried(put, self._url, MIRROR, f"{folder.name}/{name}", _TRIES)
         there = self._sizes().get(step, {})
         if wrong := [name for name, size in sizes.items() if there.get(name) != size]:
             raise OSError(f"{wrong[0]} of {folder.name} has {there.get(wrong[0])} bytes there, not those sent")
@@ -170,13 +172,14 @@ class MirrorStore:
     def prune(self, keep: int, best_by: str, newest: int) -> None:
         """Delete all but the newest `keep` checkpoints (0: none) and the best by the loss `best_by`, and all leftovers.
 
-        Checkpoints beyond `newest`, the newest of this start, are of a start that it has overtaken, and are deleted,
-        too. Nothing may be in the middle of a copy. A checkpoint's manifest is deleted first.
+        Checkpoints beyond `newest`, the newest of this start, are of another start: they are not counted nor deleted.
+        Nothing may be in the middle of a copy. A checkpoint's manifest is deleted first.
         """
         sizes = self._sizes()
-        complete = sorted(step for step, files in sizes.items() if MANIFEST in files and step <= newest)
-        old = complete[:-keep] if keep else []
-        best = best_of({step: self._loss(step, best_by) for step in complete}) if old and best_by else None
+        complete = sorted(step for step, files in sizes.items() if MANIFEST in files)
+        own = [step for step in complete if step <= newest]
+        old = own[:-keep] if keep else []
+        best = best_of({step: self._loss(step, best_by) for step in own}) if old and best_by else None
         for step in (step for step in sizes if step not in complete or (step in old and step != best)):
             folder = publish.step_folder(Path(), step).name
             if MANIFEST in sizes[step]:
@@ -190,9 +193,9 @@ class MirrorStore:
         """Write to a path; where the store has folders, make the one that it lacks. A missing bucket is not made."""
         try:
             write(path)
-        except FileNotFoundError:
+        except Exception:  # back ends tell in different ways that a folder is missing
             folder = path.rpartition("/")[0]
-            if "/" not in folder:
+            if "/" not in folder or self._fs.isdir(folder):
                 raise
             self._fs.mkdir(folder, create_parents=False)
             write(path)

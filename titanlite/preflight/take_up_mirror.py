@@ -78,8 +78,7 @@ def _take_up(config: Config, folder: RunFolder, store: MirrorStore) -> tuple[lis
         fix = "delete the newer ones there, or move this folder's checkpoints away to go on from them"
         raise CheckpointError.of(str(folder.path), MIRROR, saw, want, fix)
     own = own or Claim(secrets.token_hex(8), name, 0, secrets.token_hex(8))
-    if there:
-        own = replace(own, id=there.id, start=max(own.start, there.start))
+    own = replace(own, id=there.id if there else own.id, start=max(own.start, there.start if there else 0) + 1)
     if not here:
         step = chosen_step(steps, config.checkpoint.resume, str(store)) if steps else None
         _take_config(store, folder, config, has_checkpoint=step is not None)

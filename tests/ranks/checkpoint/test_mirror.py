@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_store import SECRET, FaultyStore, s3
+from tests.support.faulty_store import SECRET, FaultyFileSystem, FaultyStore, s3
 from tests.support.needs import slow
 from titanlite.checkpoint import mirror as mirror_file
+from titanlite.checkpoint import mirror_process
 from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.mirror_store import Claim, MirrorStore
 from titanlite.checkpoint.publish import begin, commit, complete_steps, hash_files, prune, step_folder, verify
@@ -133,10 +134,15 @@ def test_the_mirror_keeps_its_newest_and_the_best(tmp_path: Path, store: FaultyS
     mirrored(store.url, tmp_path, said := Lines(), **keys).wait(60)
     assert store.complete() == [2, 4, 5]
     assert any("step-00000006 is not copied" in line for line in said)
+    other = mirrored(f"{store.url}-other", tmp_path, Lines(), **keys)
+    with other.held(1):
+        pass
+    other.wait(60)
+    assert MirrorStore(f"{store.url}-other").complete() == [1, 5]
 
 
 def test_a_later_start_ends_an_earlier_one_in_the_middle_of_a_copy(tmp_path: Path, store: FaultyStore) -> None:
-    """What it has begun gets no manifest, and it deletes nothing. What it has published nevertheless is not counted."""
+    """What it has begun gets no manifest, and it deletes nothing. What it has published after all is not counted."""
     save(tmp_path, 1)
     mirror = mirrored(store.url, tmp_path, said := Lines(), keep_latest_k=1)
     until(mirror, lambda: store.complete() == [1] and mirror._doing is None)
@@ -152,11 +158,45 @@ def test_a_later_start_ends_an_earlier_one_in_the_middle_of_a_copy(tmp_path: Pat
     own, later = MirrorStore(store.url), replace(CLAIM, start=2)
     save(tmp_path / "earlier", 9)
     own.copy(step_folder(tmp_path / "earlier/checkpoints", 9), lambda: None)  # begun before the claim, ended after it
-    own.write_claim(CLAIM)
+    own.write_claim(CLAIM)  # over the later one, which it has not seen
     save(tmp_path / "later", 3)
     mirrored(store.url, tmp_path / "later", Lines(), later, keep_latest_k=1).wait(60)
-    assert store.complete() == [3]
+    assert store.complete() == [3, 9]
     assert own.claim() == later
+
+
+def test_no_file_and_no_manifest_is_written_once_the_mirror_is_anothers(
+    tmp_path: Path, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    own = MirrorStore(store.url)
+    own.write_claim(CLAIM)
+    for n in range(5):
+        looks = iter(range(n))
+        with pytest.raises(StopIteration):
+            own.copy(step_folder(tmp_path / "checkpoints", 1), looks.__next__)
+        assert len([*store.folder.glob("step-00000001/*")]) == n
+        assert store.complete() == []
+
+    def copy(self: MirrorStore, *_: object) -> bool:
+        self.write_claim(replace(CLAIM, start=2))
+        return True
+
+    (store.folder / "step-00000001/MANIFEST.json").touch()
+    monkeypatch.setattr(MirrorStore, "copy", copy)
+    task = mirrored(store.url, tmp_path, Lines())._task | {"step": 2, "newest": 2, "keep": 1}
+    with pytest.raises(mirror_process._LostError):
+        mirror_process._mirror_step(task)
+    assert store.complete() == [1]
+
+
+def test_half_a_manifest_is_none(tmp_path: Path, store: FaultyStore) -> None:
+    save(tmp_path, 1)
+    MirrorStore(store.url).write_claim(CLAIM)
+    store.becomes("tears")
+    with pytest.raises(OSError, match="torn"):
+        MirrorStore(store.url).copy(step_folder(tmp_path / "checkpoints", 1), lambda: None)
+    assert store.complete() == []
 
 
 def test_a_store_that_deletes_nothing_is_told_once(tmp_path: Path, store: FaultyStore) -> None:
@@ -267,6 +307,10 @@ def test_an_empty_folder_takes_the_newest(
         full.setattr(shutil, "disk_usage", lambda _: used._replace(free=1000))
         with pytest.raises(CheckpointError, match=r"free space = (.|\n)*step-00000003"):
             start(tmp_path / "new", store.url)
+    with monkeypatch.context() as filled:  # by others, meanwhile
+        filled.setattr(FaultyFileSystem, "get_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(CheckpointError, match=r"free space = No space left(.|\n)*make room"):
+            start(tmp_path / "new", store.url)
     file = store.folder / "step-00000003/b.safetensors"
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
@@ -334,10 +378,20 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path: Path, store: FaultyS
     store.becomes(fault)
     with pytest.raises(DataError, match=r"checkpoint\.mirror .*no (route|right)"):  # it would begin at step 0
         start(tmp_path / "new", store.url)
+    with pytest.raises(DataError, match="make the bucket or folder, or correct the URL"):
+        start(tmp_path / "new", f"file://{tmp_path}/nowhere/mirror")
     save(tmp_path / "old/run", 1)
     _, (warning,) = start(tmp_path / "old", store.url)
     assert "training goes on" in warning
     store.becomes("ok")
+    copy_all(tmp_path / "old", store.url)
+    assert store.complete() == [1]
+    start(tmp_path / "elsewhere", store.url)
+    copy_all(tmp_path / "elsewhere", store.url)
+    store.becomes(fault)
+    start(tmp_path / "old", store.url)  # it cannot know of the start elsewhere
+    store.becomes("ok")
+    save(tmp_path / "old/run", 2)
     copy_all(tmp_path / "old", store.url)
     assert store.complete() == [1]
 
