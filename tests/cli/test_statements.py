@@ -157,6 +157,14 @@ def _() -> Iterator[str]:
     yield f"the keys of `[model]`, {ticked(keys)} and `{last}` must be equal"
 
 
+@page("docs/names_and_mirrors.md")
+def _() -> Iterator[str]:
+    yield f"`checkpoint.mirror_wait_seconds`, by default {CONFIG.checkpoint.mirror_wait_seconds}"
+    yield f"until {of('checkpoint.mirror:STOP_S'):g} seconds after a signal"
+    first, *_, last = of("checkpoint.mirror:_PAUSES_S")
+    yield f"tries are {first:g} seconds to {last / 60:g} minutes apart"
+
+
 @page("docs/compare.md")
 def _() -> Iterator[str]:
     yield f"more than {WORDS[of('comparison.judge:BEYOND')]} times as far"

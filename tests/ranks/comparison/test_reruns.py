@@ -7,10 +7,17 @@ import pytest
 
 from tests.support.launched import Desk
 from titanlite.commands.compare import run
+from titanlite.comparison import reruns
+from titanlite.preflight.checked_run import checked_run
 
 
 def first_losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_a_rerun_turns_off_is_not_refused() -> None:
+    asked = ["--validation.enable", "--checkpoint.keep_best=validation_loss", "--checkpoint.mirror=file:///mirror"]
+    checked_run(["--config", "configs/debug.toml", *asked, *reruns._ALONE])
 
 
 @pytest.mark.slow
