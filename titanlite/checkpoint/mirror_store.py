@@ -69,7 +69,7 @@ class MirrorStore:
         return redact_urls(self._url)
 
     def claim(self) -> Claim | None:
-        """Return whose the mirror is; None if nobody has written there. Raise DataError if that is damaged."""
+        """Return whose the mirror is, None if nobody's. Raise DataError if that is damaged."""
         try:
             return None if (raw := self.read(_CLAIM)) is None else cast(Claim, as_type(Claim, parse_json(raw)))
         except MALFORMED as e:

@@ -197,16 +197,14 @@ def _from_afar(
     Returns:
         The config with commits, a pin for each name, and (notices, warnings) of the mirror.
     """
-    takes_up, names = is_start and config.checkpoint.mirror, names_hub(config)
-    if not takes_up and not names:
+    takes_up = is_start and config.checkpoint.mirror
+    if not takes_up and not names_hub(config):
         return config, (), ([], [])
     checks.attempt(lambda: config_problems(config, None, world, checks.origin, unread).raise_all())
 
     def reach() -> tuple[Config, tuple[Pin, ...], tuple[list[str], list[str]]]:
         said = take_up_mirror(config) if takes_up else ([], [])
-        asks = {"has_weights": has_weights, "is_start": is_start}
-        pinned = pin_names(config, is_fresh=not resumes(config), **asks) if names else (config, ())
-        return pinned[0], pinned[1], said
+        return *pin_names(config, is_fresh=not resumes(config), has_weights=has_weights, is_start=is_start), said
 
     found = None if checks.problems else checks.attempt(reach)
     if found is None:

@@ -222,19 +222,15 @@ def _open_mirror(session: Session, checkpoints: Checkpoints, last_cleanup: ExitS
     config, stop = session.asked.config, session.stop
     if session.rank != 0 or not config.checkpoint.mirror:
         return []
-    claim = claim_of(session.folder, config)
-    mirror = Mirror(config.checkpoint, session.folder.path, claim, session.console)
+    mirror = Mirror(config.checkpoint, session.folder.path, claim_of(session.folder, config), session.console)
     checkpoints.held = mirror.held
 
     def wait(error: type[BaseException] | None, *_: object) -> None:
         if error is not None and not stop.is_in_steps:  # nothing was saved
             return
-        limit = config.checkpoint.mirror_wait_seconds
-        if stop.received:
-            limit = max(0.0, stop.received_at + STOP_S - time.monotonic())
-        elif error is not None or session.status.step < last_step(config):
-            limit = STOP_S
-        mirror.wait(limit)
+        is_done = error is None and not stop.received and session.status.step >= last_step(config)
+        left_s = (stop.received_at or time.monotonic()) + STOP_S - time.monotonic()
+        mirror.wait(config.checkpoint.mirror_wait_seconds if is_done else max(0.0, left_s))
 
     last_cleanup.push(wait)
     return [mirror]
