@@ -12,7 +12,7 @@ from pathlib import Path
 
 from throughput import ROOT, SETTLE, run  # beside this file
 
-FLAGS = "--config configs/llama3_8b.toml --training.seq_len 8192 --training.local_batch_size 2 --job.strict=false"
+FLAGS = "--config benchmarks/configs/llama3_8b.toml --job.strict=false"
 BUDGETS_GIB = (55.0, 70.0, 90.0, 130.0)
 
 

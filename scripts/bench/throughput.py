@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SETTLE = 5  # steps before speed is steady: compilation, the allocator, clocks
 
-_8B = "--config configs/llama3_8b.toml --activation_checkpoint.recipe"
-_1B = "--config configs/llama3_1b.toml --activation_checkpoint.recipe"
-_70B = "--config configs/llama3_70b.toml --activation_checkpoint.recipe"
+_8B = "--config benchmarks/configs/llama3_8b.toml --activation_checkpoint.recipe"
+_1B = "--config benchmarks/configs/llama3_1b.toml --activation_checkpoint.recipe"
+_70B = "--config benchmarks/configs/llama3_70b.toml --activation_checkpoint.recipe"
 _WIDE = "--model.n_layers 16 --training.local_batch_size 2"
 _TP, _ASYNC = "--parallelism.tensor_parallel_degree", "--parallelism.async_tensor_parallel"
 LAYOUTS = {
@@ -91,7 +91,8 @@ def as_row(flags: str, measured: list[dict[str, float]], args: argparse.Namespac
     commit = subprocess.check_output(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, text=True).strip()
     middle = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
     speeds = sorted(round(row["tokens_per_second_per_gpu"]) for row in measured)
-    row = {"config": config, "world": args.gpus, "alone": args.alone, "flags": f"{before}{after}"}
+    row = {"config": config.removeprefix("benchmarks/"), "world": args.gpus, "alone": args.alone}
+    row |= {"flags": f"{before}{after}"}
     row |= {"gpu": environment["applied"]["device"], "commit": commit, "date": date.today().isoformat()}
     row |= {"command": f"scripts/bench/throughput.py --gpus {args.gpus} --repeats {args.repeats} --steps {args.steps}"}
     return row | {

@@ -19,6 +19,7 @@ import pytest
 import tomli
 import torch
 
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite import recipes
 from titanlite.byte_size import GIB
 from titanlite.commands import main
@@ -64,11 +65,11 @@ def dims(model: str) -> Any:
     return recipes.load("model", model)
 
 
-def plan(*flags: str, config: str = "llama3_8b", masked: bool = False) -> str:
+def plan(*flags: str, masked: bool = False) -> str:
     """Return what `titanlite plan` prints; without the document mask it looks at no data."""
     out, flags = io.StringIO(), (f"--data.document_mask={str(masked).lower()}", *flags)
     with redirect_stdout(out), redirect_stderr(out):
-        main(["plan", str(ROOT / "configs" / f"{config}.toml"), *flags])
+        main(["plan", str(MEASURED_CONFIGS / "llama3_8b.toml"), *flags])
     return out.getvalue()
 
 

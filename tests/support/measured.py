@@ -6,6 +6,9 @@ import pytest
 
 from benchmarks import tables
 
+MEASURED_CONFIGS = tables.RESULTS.with_name("configs")
+"""The configs that rows name. Those for users change with what the search finds; these stay."""
+
 
 def measured_runs(held: str, gpu: str | None = None) -> list[Any]:
     """Return a parameter for each run whose `held` has this name, on this GPU or on any."""
@@ -16,4 +19,4 @@ def measured_runs(held: str, gpu: str | None = None) -> list[Any]:
 
 def arguments(row: dict[str, Any]) -> list[str]:
     """Return what the run of a row was started with."""
-    return ["--config", str(tables.RESULTS.parents[1] / row["config"]), *row["flags"].split()]
+    return ["--config", str(tables.RESULTS.parent / row["config"]), *row["flags"].split()]

@@ -2,12 +2,13 @@
 
 Batch and learning rate follow from the compute of the whole run, by the power laws of DeepSeek LLM (arXiv 2401.02954,
 section 3.1): B = 0.2920·C^0.3271 tokens and η = 0.3118·C^−0.1250, with C the FLOPs of forward and backward over all
-tokens. The laws were fitted to runs of at least 1e17 FLOPs. A smaller run takes the learning rate of 1e17 FLOPs, as no
-higher one was tried. Its batch follows from its own C: the batch of 1e17 FLOPs would leave hardly a step. A mixture of
-experts takes at most `MIXTURE_LR`, because a router can spike at a learning rate that suits a dense model. Layout,
-micro-batch and save-list are chosen by `forecast/search.py`.
+tokens, rounded as a person would round them. The laws were fitted to runs of at least 1e17 FLOPs. A smaller run takes
+the learning rate of 1e17 FLOPs, as no higher one was tried. Its batch follows from its own C: the batch of 1e17 FLOPs
+would leave hardly a step. A mixture of experts takes at most `MIXTURE_LR`, because a router can spike at a learning
+rate that suits a dense model. Layout, micro-batch and save-list are chosen by `forecast/search.py`.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -52,6 +53,9 @@ FITTED_FROM = 1e17
 
 MIXTURE_LR = 4e-4
 """Highest peak learning rate of a mixture of experts; docs/how_to/mixture_of_experts.md recommends to begin with it."""
+
+MOST_TOKENS_A_STEP = 2**24
+"""Largest global batch in tokens: that of Llama 3 405B (arXiv 2407.21783), beyond any that the law was fitted to."""
 
 CPU_MFU = 0.2
 """Share of a matmul's speed that training on a CPU is assumed to reach. configs/debug.toml reaches 0.18 to 0.32."""
@@ -108,7 +112,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     tokens = wishes.tokens or TOKENS_A_PARAMETER * active
     is_cpu = machine.rates is None
     usual = 256 if is_cpu else 8192 if parameters >= _LARGE else 2048
-    S = min(usual, dims.max_seq_len or usual)
+    S = wishes.seq_len or min(usual, dims.max_seq_len or usual)
     config = _with(config, training={"seq_len": S})
     if config.data.source != Config().data.source and inputs.sources["data.source"].kind != "tokens":
         config = _with(config, data={"max_tokens": tokens})  # the shipped source is never cut
@@ -117,7 +121,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     compute = float(flops) * tokens
     config = _with(
         config,
-        training={"global_batch_size": max(1, round(0.2920 * compute**0.3271 / S))},
+        training={"global_batch_size": fitted_batch(compute, S)},
         parallelism={"async_tensor_parallel": machine.rates is not None and machine.is_measured},
     )
     if is_cpu:
@@ -134,7 +138,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     config = _with_length(chosen.config, tokens, lr)
     check_inputs(config, dims.vocab_size, config.training.global_batch_size)
     expected = _outlook(chosen, config, machine, token_flops(config, dims, attended))
-    interval = max(1, min(expected.steps, round(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
+    interval = max(1, min(expected.steps, _rounded(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
     return Choices(
         config=_with(config, checkpoint={"interval": interval}, data={"tokenizer": wishes.tokenizer}),
         dims=dims,
@@ -174,8 +178,17 @@ def _vocabulary(inputs: Inputs, dims: ModelDims) -> int | None:
 
 
 def fitted_learning_rate(compute: float) -> float:
-    """Return the peak learning rate for a run of `compute` FLOPs by the power law, rounded to two digits."""
-    return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.1e}")
+    """Return the peak learning rate for a run of `compute` FLOPs by the power law, rounded to one digit."""
+    return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.0e}")
+
+
+def fitted_batch(compute: float, seq_len: int) -> int:
+    """Return the sequences of a step for a run of `compute` FLOPs by the power law: the nearest power of two."""
+    return 2 ** max(0, round(math.log2(min(0.2920 * compute**0.3271, MOST_TOKENS_A_STEP) / seq_len)))
+
+
+def _rounded(number: float, digits: int = 1) -> int:
+    return round(float(f"{number:.{digits - 1}e}"))
 
 
 def _with(config: Config, **sections: Mapping[str, object]) -> Config:
@@ -236,8 +249,8 @@ def _peak_of_a_process() -> float:
 def _with_length(config: Config, tokens: int, lr: float) -> Config:
     """Set the learning rate, the steps that train on `tokens`, the warmup, and validation on the shipped source."""
     training = config.training
-    steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
-    warmup = {"warmup_steps": min(2000, max(1, steps // 50))}
+    steps = max(1, _rounded(tokens / ((training.global_batch_size or 1) * training.seq_len), 3))
+    warmup = {"warmup_steps": min(2000, max(1, _rounded(steps / 50)))}
     config = _with(config, training={"steps": steps}, optimizer={"lr": lr}, lr_scheduler=warmup)
     if config.data.source != Config().data.source:
         return config

@@ -1,12 +1,19 @@
 """Format the config file of `titanlite new`: each choice, with its reason as a comment above it."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
-from titanlite.commands.new_choices import FITTED_FROM, MIXTURE_LR, TOKENS_A_PARAMETER, Choices, fitted_learning_rate
+from titanlite.commands.new_choices import (
+    FITTED_FROM,
+    MIXTURE_LR,
+    MOST_TOKENS_A_STEP,
+    TOKENS_A_PARAMETER,
+    Choices,
+    fitted_learning_rate,
+)
 from titanlite.commands.new_text import TextSize
 from titanlite.config.build import show
 from titanlite.forecast.outlook import large
@@ -20,8 +27,18 @@ _MOST_OTHERS = 3  # most alternatives named in a comment
 
 def config_text(choices: Choices, file: str, size: TextSize) -> str:
     """Return the text of the config file, with comments. `file`: its path, for the commands in the comments."""
-    text, before = "".join(f"{_comment_lines(line)}\n" for line in _heading(choices, file)), ""
-    for key, why in _reasons(choices, size).items():
+    return comment(_heading(choices, file)) + keys_text(choices, reasons_of_keys(choices, size))
+
+
+def comment(paragraphs: Sequence[str]) -> str:
+    """Return paragraphs as the lines of a comment. One that begins with a space is code, and keeps its lines."""
+    return "".join(f"{_comment_lines(text)}\n" for text in paragraphs)
+
+
+def keys_text(choices: Choices, reasons: Mapping[str, str | None]) -> str:
+    """Return the keys of the config file, each with its reason. A key whose reason is None is left out."""
+    text, before = "", ""
+    for key, why in reasons.items():
         section, _, name = key.partition(".")
         if why is not None:
             text += f"\n[{section}]\n" * (section != before) + f"{_comment_lines(why)}\n" * bool(why)
@@ -30,7 +47,7 @@ def config_text(choices: Choices, file: str, size: TextSize) -> str:
     return text
 
 
-def _reasons(choices: Choices, size: TextSize) -> dict[str, str | None]:
+def reasons_of_keys(choices: Choices, size: TextSize) -> dict[str, str | None]:
     """Return by key the comment that explains its value. A key whose comment is None is left out of the file."""
     config, world, is_cpu = choices.config, choices.machine.world, choices.machine.rates is None
     validation, is_text = config.validation, choices.inputs.sources["data.source"].kind != "tokens"
@@ -59,10 +76,11 @@ def _reasons(choices: Choices, size: TextSize) -> dict[str, str | None]:
         "training.global_batch_size": _of_batch(choices),
         "training.mixed_precision_param": "most CPUs have no fast bfloat16" if is_cpu else None,
         "optimizer.lr": _of_lr(choices),
-        "lr_scheduler.warmup_steps": "a fiftieth of the steps, at most 2,000",
+        "lr_scheduler.warmup_steps": "about a fiftieth of the steps, at most 2,000",
         "parallelism.tensor_parallel_degree": _of_layout(choices) if world > 1 else None,
         "parallelism.data_parallel_replicate_degree": _of_replicas(choices),
         "parallelism.expert_parallel_degree": _of_experts(choices),
+        "parallelism.context_parallel_degree": _of_context(choices),
         "parallelism.async_tensor_parallel": "its collectives run inside its matmuls" if fused else None,
         "activation_checkpoint.recipe": _of_save_list(choices),
         "activation_checkpoint.budget_gib": left if is_auto else None,
@@ -139,11 +157,12 @@ def _of_steps(choices: Choices) -> str:
 
 
 def _of_batch(choices: Choices) -> str:
-    training, sequences = choices.config.training, choices.config.training.global_batch_size or 1
-    micro_steps = sequences // (training.local_batch_size * choices.machine.world // choices.chosen.degree)
-    batch = f"{large(sequences * training.seq_len)} tokens a step, in {micro_steps:,} micro-step"
+    training, micro_steps = choices.config.training, choices.chosen.memory.micro_steps
+    tokens = (training.global_batch_size or 1) * training.seq_len
+    batch = f"{large(tokens)} tokens a step, in {micro_steps:,} micro-step{'s' * (micro_steps > 1)}"
     law = f"0.292·C^0.3271 tokens for the C = {choices.compute:.2g} FLOPs of the run (arXiv 2401.02954)"
-    return f"{batch}{'s' * (micro_steps > 1)}: {law}, rounded to whole micro-batches"
+    law += ", and no more than Llama 3 405B's (arXiv 2407.21783)" * (tokens >= MOST_TOKENS_A_STEP)
+    return f"{batch}: {law}, rounded to a power of two and whole micro-batches"
 
 
 def _of_length(choices: Choices) -> str:
@@ -190,13 +209,19 @@ def _of_experts(choices: Choices) -> str | None:
     return f"ranks that share the experts of a layer out: {_others(choices, 'experts_over', ('degree',))}"
 
 
+def _of_context(choices: Choices) -> str | None:
+    if choices.chosen.context_over == 1:
+        return None
+    return f"ranks that share the tokens of a sequence out: {_others(choices, 'context_over', ('degree',))}"
+
+
 def _of_save_list(choices: Choices) -> str:
     recipe = choices.chosen.recipe
     if choices.machine.rates is None:
         return "everything is kept: it fits" if recipe == "none" else "it fits only if all is computed again"
     is_auto = recipe == recipes.AUTO
     what = "the fastest list for this memory, found when the run starts" if is_auto else "what blocks keep for backward"
-    return f"{what}: {_others(choices, 'recipe', ('degree', 'at_a_time'))}"
+    return f"{what}: {_others(choices, 'recipe', ('degree', 'at_a_time', 'context_over'))}"
 
 
 def _of_float8(choices: Choices) -> str:

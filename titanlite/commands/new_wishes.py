@@ -35,6 +35,7 @@ class Wishes:
         model: name and flavor, as `llama3-8B`.
         tokenizer: as data.tokenizer, or `train:N`, which `read_text` makes a file.
         tokens: number of tokens to train on; 0: as many as suit the model.
+        seq_len: tokens of a sequence; 0: as many as are usual for the model's size.
         is_elsewhere: whether the run is planned for another machine; the tokenizer may then be missing on this one.
     """
 
@@ -43,6 +44,7 @@ class Wishes:
     tokenizer: str = "bytes"
     tokens: int = 0
     is_elsewhere: bool = False
+    seq_len: int = 0
 
     @property
     def lacks_tokenizer(self) -> bool:

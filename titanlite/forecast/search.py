@@ -35,6 +35,7 @@ RESERVE_GIB = 3.0
 _NEARLY = 0.99  # share of the fastest speed that counts as equally fast: predictions are no more exact
 _WORTH = 1.02  # speed-up over the best named save-list from which on `auto` is worth its time at the start
 _DEGREES, _AT_A_TIME = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
+_LONG = 32_768  # least tokens of a sequence for which a new run tries context parallelism: shorter ones fit a GPU
 _SHOWN = 3
 
 
@@ -161,6 +162,11 @@ class Candidate:
         return self.config.parallelism.data_parallel_replicate_degree
 
     @property
+    def context_over(self) -> int:
+        """Return the context-parallel degree."""
+        return self.config.parallelism.context_parallel_degree
+
+    @property
     def at_a_time(self) -> int:
         """Return the sequences of a micro-step on a data-parallel rank."""
         return self.config.training.local_batch_size
@@ -193,18 +199,20 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
     """Return the candidates for a new run on GPUs whose rates are known.
 
     Every tensor-parallel degree within a host is combined with every micro-batch and shipped save-list, and with the
-    list that `auto` would make if that may be faster. A mixture of experts also gets every expert-parallel degree. On
-    several hosts each of these is tried with replicas of one host or more (HSDP).
+    list that `auto` would make if that may be faster. A mixture of experts also gets every expert-parallel degree,
+    and a run with long sequences every context-parallel degree. On several hosts each of these is tried with replicas
+    of one host or more (HSDP).
 
     `base` has no layout and save-list yet; its global batch is the target.
     """
     layouts = list(_layouts_of(base, base.setting.host))
-    for _, traced in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
+    for _, traced in groupby(layouts, lambda layout: (layout.degree, layout.experts_over, layout.context_over)):
         configs, of = [layout.config for layout in traced], base.setting
         trace_alike(configs, of.dims, of.float8, spans_hosts(configs[0], base.world, of.host))
     named, too_large = list[tuple[Candidate, list[Candidate]]](), set[object]()
     for layout in layouts:
-        if (alike := (layout.degree, layout.experts_over, layout.at_a_time)) not in too_large:
+        alike = layout.degree, layout.experts_over, layout.context_over, layout.at_a_time
+        if alike not in too_large:
             named.append((layout, candidates_of_layout(layout)))
             if not any(candidate.fits for candidate in named[-1][1]):
                 too_large.add(alike)  # more replicas take more memory
@@ -272,19 +280,22 @@ def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], objec
 def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
     """Yield every possible layout and micro-batch, with the global batch nearest to that of `base`.
 
-    `most` is the largest tensor- or expert-parallel degree. GPUs whose rates are known get numbers of replicas too.
+    `most` is the largest product of the degrees of tensor, expert and context parallelism. GPUs whose rates are known
+    get numbers of replicas too.
     """
     config, wanted = base.config, base.config.training.global_batch_size or 1
-    degrees = [(degree, 1) for degree in _DEGREES]
-    degrees += [(1, experts) for experts in _DEGREES[1:]] if base.setting.dims.experts is not None else []
-    for degree, experts in degrees:
-        if degree * experts > most or base.world % (degree * experts):
+    contexts = _DEGREES if config.training.seq_len >= _LONG else (1,)
+    degrees = [(degree, 1, context) for degree, context in product(_DEGREES, contexts)]
+    degrees += [(1, experts, 1) for experts in _DEGREES[1:]] if base.setting.dims.experts is not None else []
+    for degree, experts, context in degrees:
+        if degree * experts * context > most or base.world % (degree * experts * context):
             continue
         is_async = degree > 1 and config.parallelism.async_tensor_parallel
         of_tensors = {"tensor_parallel_degree": degree, "async_tensor_parallel": is_async}
-        mesh = replace(config.parallelism, **of_tensors, expert_parallel_degree=experts)
+        of_tokens = {"expert_parallel_degree": experts, "context_parallel_degree": context}
+        mesh = replace(config.parallelism, **of_tensors, **of_tokens)
         for n, replicas in product(_AT_A_TIME, _replicas_of(base)):
-            at_once = n * base.world // degree
+            at_once = n * base.world // (degree * context)
             if at_once > wanted and n > 1:
                 continue
             sequences = max(1, round(wanted / at_once)) * at_once

@@ -15,7 +15,7 @@ import torch
 from tests.cli.commands.conftest import Call
 from tests.support.needs import slow
 from titanlite.commands import main, new, new_choices
-from titanlite.commands.new_choices import Choices, UnfitError, fitted_learning_rate
+from titanlite.commands.new_choices import Choices, UnfitError, fitted_batch, fitted_learning_rate
 from titanlite.commands.new_wishes import Wishes, wished_model
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
@@ -324,9 +324,14 @@ def test_part_of_a_name_is_answered_with_the_names_that_have_it(part: str, fix: 
 
 def test_the_learning_rate_is_that_of_the_paper() -> None:
     """DeepSeek LLM, table 2: 4.2e-4 of 7B and 3.2e-4 of 67B on 2.0 trillion tokens."""
-    assert fitted_learning_rate(6 * 6.9e9 * 2e12) == 4.3e-4
-    assert fitted_learning_rate(6 * 67e9 * 2e12) == 3.2e-4
+    assert fitted_learning_rate(6 * 6.9e9 * 2e12) == 4e-4
+    assert fitted_learning_rate(6 * 67e9 * 2e12) == 3e-4
     assert fitted_learning_rate(1e12) == fitted_learning_rate(1e17)
+
+
+def test_the_batch_is_a_power_of_two_and_no_larger_than_any_that_was_tried() -> None:
+    """8B on 161 billion tokens would have 529 sequences by the law; 405B on 8 trillion 57 million tokens."""
+    assert [fitted_batch(compute, 8192) for compute in (1e13, 8.3e21, 2.2e25)] == [1, 512, 2048]
 
 
 @pytest.mark.parametrize(("model", "world"), [("llama3-1B", 2), *slow(("qwen3_moe-30B-A3B", 8))])
@@ -374,7 +379,7 @@ def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: s
     assert tokens == pytest.approx(20 * active, rel=0.05)
     assert "million parameters, of which a token uses " in written
     assert config["optimizer"]["lr"] == 4e-4  # and not a dense model's, at which its router may spike
-    assert "for dense models 0.0023, by" in written
+    assert "for dense models 0.002, by" in written
     assert "20 for each parameter that a token uses, " in written
     assert "the best use of compute for dense models" in written
     assert "ranks that share the experts of a layer out: 2 is " in written

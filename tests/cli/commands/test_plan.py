@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.commands.conftest import Call
 from tests.support.fake_ranks import ranks_that_move_nothing
+from tests.support.measured import MEASURED_CONFIGS
 from tests.support.needs import slow
 from tests.support.own_model import mine
 from titanlite.commands import main, planned_run
@@ -25,7 +26,7 @@ from titanlite.training.build import build
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 TWO = ["--parallelism.tensor_parallel_degree", "2", "--model.n_layers", "4"]  # two blocks stand for all
-LARGE = str(shipped_folder("configs") / "llama3_8b.toml")
+LARGE = str(MEASURED_CONFIGS / "llama3_8b.toml")
 MIXTURE = [str(shipped_folder("configs") / "qwen3_moe_debug.toml")]
 OLMOE = [*MIXTURE, "--model.name", "olmoe"]
 SMALL, FOUR = [DEBUG, "--world", "2"], [LARGE, "--world", "4"]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.cli.commands.conftest import Call
+from tests.support.measured import MEASURED_CONFIGS
 from tests.support.own_model import mine
 from titanlite.activation_checkpoint.operations import CLASSES, OWN_ATTENTION
 from titanlite.commands.price_list import Totals, totals
@@ -24,7 +25,7 @@ from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recipes import load, names
 
-CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
+CONFIG = str(MEASURED_CONFIGS / "llama3_8b.toml")
 LISTS = names("activation_checkpoint")
 
 

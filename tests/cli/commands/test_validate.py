@@ -17,6 +17,7 @@ import titanlite
 import titanlite.train
 from tests.cli.commands.conftest import Call
 from tests.support.cpu import cpu_of_children
+from tests.support.measured import MEASURED_CONFIGS
 from tests.support.safetensors_header import header_of, write_header
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.operations import CLASSES, PIECE_ATTENTION
@@ -131,8 +132,10 @@ def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str,
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     assert [p.stem for p in CONFIGS] == [
         "debug",
-        *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b", "8b_128k")),
+        *(f"llama3_{size}" for size in ("150m", "1b", "1b_8gpus", "3b", "405b", "70b", "8b", "8b_128k")),
+        "olmoe_1b_7b",
         "qwen3_moe_30b_a3b",
+        "qwen3_moe_30b_a3b_64gpus",
         "qwen3_moe_debug",
     ]
 
@@ -740,7 +743,7 @@ def test_a_secret_in_a_message_is_not_shown(monkeypatch: pytest.MonkeyPatch, cal
 
 
 def test_shards_that_fsdp_cannot_gather_in_float8() -> None:
-    argv, world = (str(shipped_folder("configs") / "llama3_8b.toml"), "--float8.recipe"), 6
+    argv, world = (str(MEASURED_CONFIGS / "llama3_8b.toml"), "--float8.recipe"), 6
     assert "the 6 shards of FSDP; attention.wo has 4096, and so for 3 layers" in refused(*argv, "rowwise", world=world)
     assert refused(*argv, "rowwise_with_gw_hp", world=world) == ""
     said = refused(*argv, "rowwise", "--float8.filter_fqns", "output", "layers.0.", world=world)

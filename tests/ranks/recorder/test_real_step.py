@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.measured import MEASURED_CONFIGS
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import DEBUG, assemble, batches_of, checked
 from titanlite.commands.planned_run import plan_run
-from titanlite.config.toml_file import shipped_folder
 from titanlite.device import CPU
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.preflight.checked_run import checked_run
@@ -114,7 +114,7 @@ def test_the_time_of_a_step_is_of_the_bytes_that_are_recorded() -> None:
 @pytest.mark.parametrize(("model", "weights"), [("1b", 16 * 4), *slow(("8b", 32 * 4 + 1))])
 def test_a_head_that_is_the_embedding_too_has_no_scale_of_the_whole(model: str, weights: int) -> None:
     """It is gathered as the embedding needs it."""
-    config = str(shipped_folder("configs") / f"llama3_{model}.toml")
+    config = str(MEASURED_CONFIGS / f"llama3_{model}.toml")
     flags = [*in_float8("tensorwise"), "--float8.filter_fqns"]
     planned = plan_run(checked_run(["--config", config, *flags], world_size=4), config, 4)
     reduced = [each.n_bytes for each in planned.collectives if each.kind == "all_reduce"]

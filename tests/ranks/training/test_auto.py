@@ -14,10 +14,10 @@ import titanlite.training.receipt as training_receipt
 import titanlite.training.train as train
 from tests.support import short_run
 from tests.support.launched import Desk
+from tests.support.measured import MEASURED_CONFIGS
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
-from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import OutOfMemoryError
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.choose_save_list import RecomputeTimes, choose
@@ -150,7 +150,7 @@ def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -
 
 def of_8b(*flags: str) -> tuple[CheckedRun, MemoryModel]:
     """The shipped run of 8B on four ranks."""
-    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
+    run = checked_run(["--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), *flags], world_size=4)
     return run, MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
 
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import MANIFEST, step_folder
 from titanlite.commands import main
 from titanlite.config.check import last_step
 from titanlite.config.schema import Checkpoint, Config, Job, Training
-from titanlite.config.toml_file import shipped_folder
 from titanlite.preflight.checked_run import checked_run
 from titanlite.training.assemble import try_assembly
 
 PARAMETERS = 8_030_261_248
 EACH = PARAMETERS * 12  # bytes: weights and two moments in float32
-LARGE = str(shipped_folder("configs") / "llama3_8b.toml")
+LARGE = str(MEASURED_CONFIGS / "llama3_8b.toml")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 import tomli
 
+from tests.support.measured import MEASURED_CONFIGS
 from tests.unit.config.test_command_line import parse
 from titanlite.config.build import from_table
 from titanlite.config.check import check_config, config_problems, last_step
@@ -18,7 +19,6 @@ from titanlite.config.ranges import range_of
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Stage, schema_keys, sections
 from titanlite.config.stages import sequences_per_step
-from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, Problem
 from titanlite.recipes import load
 
@@ -335,7 +335,7 @@ def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_pat
 @pytest.mark.parametrize("flags", [("--training.steps", "3"), ("--job.stop_after", "3")])
 @pytest.mark.parametrize("checkpoints", ["true", "false"])
 def test_a_look_at_three_steps_of_a_long_run_takes_one_flag(flags: tuple[str, str], checkpoints: str) -> None:
-    config = shipped_folder("configs") / "llama3_8b.toml"
+    config = MEASURED_CONFIGS / "llama3_8b.toml"
     asked, origin = parse([str(config), "--checkpoint.enable", checkpoints, *flags], "train.py")
     check_config(asked, LLAMA_8B, None, origin)
     assert last_step(asked) == 3

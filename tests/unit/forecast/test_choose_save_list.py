@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.measured import MEASURED_CONFIGS
 from tests.support.needs import slow
 from titanlite import recipes
 from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.config.recipe_schema import SaveList
-from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError
 from titanlite.forecast.activation_cost import BlockCost, block_costs, check_matches
@@ -23,7 +23,7 @@ LAYOUTS += [(*LAYOUTS[1], "--parallelism.async_tensor_parallel"), ("--compile.en
 
 
 def model_of(*flags: str) -> MemoryModel:
-    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    config = str(MEASURED_CONFIGS / "llama3_8b.toml")
     run = checked_run(["--config", config, *flags], world_size=4)
     return MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES
 from titanlite.commands.planned_run import plan_run
 from titanlite.config.recipe_schema import SaveList, SaveRule
@@ -159,7 +160,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured(name: str, flavor: str, mo
     measured = {
         row["operator"]: row["ms"] for row in rows if row["kernel"] == "token_exchange" and row["model"] == model
     }
-    flags = ["--config", str(shipped_folder("configs") / "llama3_8b.toml"), f"--model.name={name}"]
+    flags = ["--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), f"--model.name={name}"]
     flags += [f"--model.flavor={flavor}", "--model.n_layers=1", "--training.seq_len=4096", "--data.document_mask=false"]
     run = checked_run([*flags, "--training.local_batch_size=4", "--parallelism.expert_parallel_degree=2"], world_size=2)
     memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 2)

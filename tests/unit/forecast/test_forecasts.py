@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.device_specs import measured_rates, no_rates_reason
@@ -25,7 +26,8 @@ USUAL = "--training.seq_len 8192 --training.local_batch_size 2 --parallelism.fsd
 def figures(run: str, world: int, host: int | None = None) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes by category, and milliseconds by class of work where there are rates."""
     config, *flags = run.split()
-    path = str(shipped_folder("configs") / f"{config}.toml")
+    folder = shipped_folder("configs") if "debug" in config else MEASURED_CONFIGS
+    path = str(folder / f"{config}.toml")
     asked = checked_run(["--config", path, *USUAL.split(), *flags], world_size=world)
     memory = MemoryModel(asked.config, asked.dims, asked.float8, asked.optimizer, world, host=host)
     assert asked.save_list is not None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.held_for_backward import Peak, stream
-from tests.support.measured import arguments, measured_runs
+from tests.support.measured import MEASURED_CONFIGS, arguments, measured_runs
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Float8, Training
@@ -33,7 +33,7 @@ from titanlite.sharding.layers import plan_layers
 
 
 def checked(world: int, name: str, *flags: str) -> CheckedRun:
-    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    config = str(MEASURED_CONFIGS / "llama3_8b.toml")
     asked = ["--config", config, "--training.local_batch_size", "2", "--activation_checkpoint.recipe", name, *flags]
     return checked_run(asked, world_size=world)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite import recipes
 from titanlite.config.stages import sequences_per_step
-from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import GIB, MemoryModel, usable
@@ -13,7 +13,7 @@ from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.assemble import try_assembly
 
 FULL = ("--activation_checkpoint.recipe", "full")
-CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
+CONFIG = str(MEASURED_CONFIGS / "llama3_8b.toml")
 
 
 def checked(*flags: str, world: int = 4) -> CheckedRun:
@@ -192,7 +192,7 @@ def test_another_expert_degree_is_proposed_and_the_cheapest_change_comes_first()
 
 
 def test_of_the_layouts_that_fit_the_fastest_is_proposed_though_another_keeps_more() -> None:
-    shipped = ["--config", str(shipped_folder("configs") / "qwen3_moe_30b_a3b.toml")]
+    shipped = ["--config", str(MEASURED_CONFIGS / "qwen3_moe_30b_a3b.toml")]
     run = checked_run([*shipped, "--parallelism.expert_parallel_degree", "8"], world_size=8)
     assert run.save_list is not None
     memory, limit = model_of(run, 8), usable(79.1)

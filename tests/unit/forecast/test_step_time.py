@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import tables
-from tests.support.measured import arguments, measured_runs
+from tests.support.measured import MEASURED_CONFIGS, arguments, measured_runs
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
@@ -41,7 +41,7 @@ def rates_of(row: dict[str, Any], device: str) -> Rates:
 def model(
     name: str, world: int, save_list: str, *flags: str, rates: Rates | None = None
 ) -> tuple[StepTimeModel, StepTime]:
-    config = str(shipped_folder("configs") / f"llama3_{name}.toml")
+    config = str(MEASURED_CONFIGS / f"llama3_{name}.toml")
     batch = ["--training.seq_len", "8192", "--training.local_batch_size", "2"]
     argv = ["--config", config, *batch, "--activation_checkpoint.recipe", save_list, *flags]
     return step_of(argv, world, rates or measured_rates())
@@ -157,7 +157,7 @@ def test_the_list_that_auto_would_choose() -> None:
     ],
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
-    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
+    run = checked_run(["--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), *flags], world_size=4)
     problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4))
     assert problem is not None
     assert problem.where == where
@@ -168,7 +168,7 @@ def test_reductions_of_one_number_have_no_rates(ranks: int, tmp_path) -> None:
     """There are none where no rank has a part alone."""
     (tmp_path / "mine.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
     flags = [FLOAT8, str(tmp_path / "mine.toml"), TP, str(ranks)]
-    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
+    run = checked_run(["--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), *flags], world_size=4)
     problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4))
     assert (problem is None) == (ranks == 1)
     assert problem is None or "reduce_amax" in problem.want
@@ -184,7 +184,7 @@ def test_layers_that_float8_leaves_alone_take_their_time_in_bf16() -> None:
 
 def test_keys_that_documents_spare_are_not_exchanged() -> None:
     """Under context parallelism, of the rank that gets or sends most."""
-    flags = ["--config", str(shipped_folder("configs") / "llama3_8b_128k.toml"), "--model.n_layers", "4"]
+    flags = ["--config", str(MEASURED_CONFIGS / "llama3_8b_128k.toml"), "--model.n_layers", "4"]
     flags += ["--activation_checkpoint.recipe", "none", "--parallelism.context_parallel_degree", "4"]
     run = checked_run(flags, 4)
     assert run.save_list is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlite.config.toml_file import shipped_folder
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.search import LEAST
@@ -22,7 +22,7 @@ MUON = "--optimizer.recipe=muon"
 
 
 def memory_of(world: int, *flags: str) -> MemoryModel:
-    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=world)
+    run = checked_run(["--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), *flags], world_size=world)
     return MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
 
 
