@@ -193,6 +193,8 @@ def rows(rung: Rung, found: Figures) -> str:
 
 def main(names: list[str]) -> None:
     """Write the files with these names, or all; then the table."""
+    if unknown := set(names) - (known := {rung.name for rung in LADDER}):
+        raise SystemExit(f"{', '.join(sorted(unknown))}: none of {', '.join(sorted(known))}")
     head = "config", "H100", "layout", "save-list", "arithmetic", "tok/s/GPU", "MFU", "GiB", "the run takes"
     table = f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
     with tempfile.TemporaryDirectory() as home:
