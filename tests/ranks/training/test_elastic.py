@@ -8,7 +8,8 @@ from tests.support.launched import REPOSITORY, Desk, Ended, free_port, torchrun
 
 TRAIN = str(REPOSITORY / "train.py")
 
-# A run in which rank 1 alone fails in step 3, or is killed in its 13th, as the first argument says.
+# A run in which rank 1 alone fails in step 3, or in its 13th is killed, or its host is lost with all processes, or its
+# launcher is told to stop, as the first argument says.
 BROKEN = """
 import os
 import signal
@@ -25,9 +26,12 @@ take, now = loop.train_step, [0]
 def broken(*args, **more):
     now[0] += 1
     if os.environ["RANK"] == "1":
-        if kind == "killed" and now[0] == 13:  # later than all steps of who resumes from step 10
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind != "killed" and now[0] == 3:
+        if now[0] == 13:  # later than all steps of who resumes from step 10
+            if kind in ("lost", "stop"):
+                os.kill(os.getppid(), signal.SIGKILL if kind == "lost" else signal.SIGTERM)
+            if kind in ("lost", "killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        if kind in ("bug", "input") and now[0] == 3:
             raise {"bug": ZeroDivisionError, "input": DataError}[kind]("planted on rank 1")
     return take(*args, **more)
 
@@ -36,21 +40,26 @@ leave(exit_code(train.main))
 """
 
 
-@pytest.mark.slow
-def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
-    script, logs = tmp_path / "broken.py", [tmp_path / "first", tmp_path / "second"]
+def two_hosts(desk: Desk, folder: Path, kind: str, name: str, restarts: int) -> tuple[list[int], list[str]]:
+    """Run a launcher for each of two hosts, to their ends; return their exit codes and what they printed."""
+    script, logs = folder / "broken.py", [folder / f"{kind}-first", folder / f"{kind}-second"]
     script.write_text(BROKEN)
-    hosts = ["killed", *desk.flags("hosts", "--checkpoint.interval=5")]
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts"]
-    launcher = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meet]
-    agents = [torchrun(launcher, str(script), hosts, log) for log in logs]
+    launcher = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={restarts}", *meet]
+    agents = [
+        torchrun(launcher, str(script), [kind, *desk.flags(name, "--checkpoint.interval=10")], log) for log in logs
+    ]
     try:
-        undisturbed = desk.run("no hosts", 2, "--checkpoint.interval=5")
-        codes = [agent.wait(300) for agent in agents]
+        return [agent.wait(300) for agent in agents], [log.read_text() for log in logs]
     finally:
         for agent in agents:
             agent.kill()
-    said = [log.read_text() for log in logs]
+
+
+@pytest.mark.slow
+def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
+    undisturbed = desk.run("no hosts", 2, "--checkpoint.interval=10")
+    codes, said = two_hosts(desk, tmp_path, "killed", "hosts", restarts=1)
     assert codes == [0, 0], "\n".join(said)
     run = Ended(desk.folder / "runs" / "hosts", "\n".join(said))
     assert run.status["state"] == "finished"
@@ -63,6 +72,24 @@ def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     assert len([line for line in resumed if line.startswith("[rank 1] ")]) == 1
     assert {int(line.split()[-1]) for line in resumed} == {10}
     assert sum(line.startswith("step 20/20") for line in lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lost", "stop"])
+def test_two_hosts_resume(desk: Desk, tmp_path: Path, kind: str) -> None:
+    """Neither waits for a host that is lost; a host that is told to stop takes the other with it, and saves first."""
+    undisturbed = desk.run(f"{kind}, undisturbed", 2, "--checkpoint.interval=10")
+    codes, said = two_hosts(desk, tmp_path, kind, kind, restarts=0)
+    assert 0 not in codes, "\n".join(said)
+    run = Ended(desk.folder / "runs" / kind, "\n".join(said))
+    if kind == "stop":
+        assert run.status["state"] == "stopped", run.output
+    step = 10 if kind == "lost" else run.status["step"]  # a stop comes in any step from the 13th on
+    codes, said = two_hosts(desk, tmp_path, "again", kind, restarts=0)
+    assert codes == [0, 0], "\n".join(said)
+    assert f"resumed from step {step}" in "\n".join(said)
+    assert run.trained() == undisturbed.trained()
+    assert run.content(20) == undisturbed.content(20)
 
 
 @pytest.mark.slow  # what torchrun reads of a rank is held by tests/cli/test_exit_code.py
