@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from threading import Lock
 
 ROOT = Path(__file__).parents[2]
 LAST = 100
@@ -28,12 +29,15 @@ def parser_of_runs(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def train_all(runs: Mapping[str, Sequence[str]], args: argparse.Namespace) -> bool:
+def train_all(
+    runs: Mapping[str, Sequence[str]], args: argparse.Namespace, ended: Callable[[str], None] = lambda name: None
+) -> bool:
     """Make runs that have not finished, under `logs/runs`; return whether all came to their end.
 
     Args:
         runs: flags of each, by name.
         args: from `parser_of_runs`.
+        ended: is called with the name of each run that has finished, at once, by one thread at a time.
     """
     config, flags, gpus, timeout_s, logs = args.config, args.flags, args.gpus, args.timeout_s, args.logs
     logs.mkdir(parents=True, exist_ok=True)
@@ -41,6 +45,10 @@ def train_all(runs: Mapping[str, Sequence[str]], args: argparse.Namespace) -> bo
     for device in range(gpus):
         devices.put(device)
     left = [name for name in runs if not _is_finished(logs / "runs" / name)]
+    for name in runs:
+        if name not in left:
+            ended(name)
+    lock = Lock()
     if left:  # the text is tokenized once, before runs at the same time would each do it
         titanlite("prepare", "--config", config, *flags.split())
 
@@ -48,9 +56,13 @@ def train_all(runs: Mapping[str, Sequence[str]], args: argparse.Namespace) -> bo
         device = devices.get()
         try:
             given = ["--config", config, *runs[name], *flags.split()]
-            return _train(name, given, device, timeout_s, logs)
+            is_done = _train(name, given, device, timeout_s, logs)
         finally:
             devices.put(device)
+        if is_done:
+            with lock:
+                ended(name)
+        return is_done
 
     with ThreadPoolExecutor(gpus) as pool:
         return all(list(pool.map(train, left)))
@@ -87,8 +99,9 @@ def last_steps(run: Path) -> dict[str, float]:
     return {key: statistics.mean(row[key] for row in rows) for key in rows[0] if key != "step"}
 
 
-def titanlite(*arguments: str) -> None:
-    """Run a command; the 1 of `compare` says that runs differ, as some shall."""
-    done = subprocess.run([sys.executable, "-m", "titanlite", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
+def titanlite(*arguments: str, shown: bool = False) -> None:
+    """Run a command, its output `shown` or not; the 1 of `compare` says that runs differ, as some shall."""
+    stdout = None if shown else subprocess.DEVNULL
+    done = subprocess.run([sys.executable, "-m", "titanlite", *arguments], cwd=ROOT, stdout=stdout)
     if done.returncode > (arguments[0] == "compare"):
         done.check_returncode()

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import tables
+from scripts.bench import runs
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -142,6 +145,78 @@ def test_an_optimizer_saves_tokens_if_it_gets_as_far_in_a_part_of_the_steps(
         for rate, seed in {("0.001", 0), ("0.002", 0), (best, 1), (best, 2)}
     )
     assert made["muon-0.002-seed-1"][-2:] == ["--training.steps", "1125"]
+
+
+def test_an_arm_tries_rates_until_its_best_is_inside_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Rates 1, 2, 4: bf16 is best at 4 and tries 8, muon at 1 and tries 0.5. Seeds are 0.01 apart, muon 0.5 above."""
+    parity, made, rows = script("loss_parity"), list[str](), tmp_path / "rows.jsonl"
+
+    def train(name: str, flags: list[str], *_: object) -> bool:
+        made.append(name)
+        if len(made) == stopped_at:
+            return False
+        value = dict(zip(flags[::2], flags[1::2], strict=True))
+        seed, is_muon = int(value["--training.seed"]), value.get("--optimizer.recipe") == "muon"
+        loss = 2 + abs(math.log2(float(value["--optimizer.lr"]) / (1 if is_muon else 4))) + 0.01 * seed + 0.5 * is_muon
+        folder = tmp_path / "runs" / name
+        _finished_run(folder, loss)
+        step = {"step": 121, "tokens": 121, "loss": loss, "seconds": 1.0, "epoch": 1.0, "memory_gib": 1.0}
+        lines = [step | {"step": at, "tokens": at * 512} for at in range(1, 121)]
+        lines.append({"step": 120, "tokens": 120, "validation_loss": loss})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "receipt.json").write_text(json.dumps([{"feature": "environment", "applied": {"device": "H200"}}]))
+        assert value["--training.steps"] == ("375" if "quarter" in name else "1500")
+        return True
+
+    monkeypatch.setattr(runs, "_train", train)
+    monkeypatch.setattr(runs, "titanlite", lambda *_, **__: None)
+    monkeypatch.setattr(parity, "titanlite", lambda *_, **__: None)
+    given = [
+        "--rows",
+        str(rows),
+        "--logs",
+        str(tmp_path),
+        "--commit",
+        "abc",
+        "--rates",
+        "1",
+        "2",
+        "4",
+        "--seeds",
+        "0",
+        "1",
+    ]
+    monkeypatch.setattr("sys.argv", ["loss_parity.py", "bf16*2", "muon+bf16", *given])
+    stopped_at = 5
+    assert parity.main() == 1
+    assert len(rows.read_text().splitlines()) == 5  # the others of that call went on
+    shutil.rmtree(tmp_path / "runs")  # as on another machine, to which the rows alone were carried
+    stopped_at, before = -1, len(made)
+    assert parity.main() == 0
+    again = made[before:]
+    wanted = [
+        "bf16-8-seed-0-quarter",
+        "muon-bf16-0.5-seed-0-quarter",
+        "bf16-4-seed-0",
+        "bf16-4-seed-1",
+        "muon-bf16-1-seed-0",
+    ]
+    assert again == [made[4], *wanted]
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len({row["run"] for row in found}) == len(found) == 11
+    last = found[-1]
+    assert (last["arm"], last["lr"], last["seed"], last["steps"], last["tokens_per_step"]) == (
+        "muon+bf16",
+        1.0,
+        0,
+        1500,
+        512,
+    )
+    # Two seeds with a standard deviation of 0.00707 and one more: 12.71 × 0.00707 × √(1/2 + 1/1).
+    line = "| muon+bf16 | 1.0 | 1 | 2.5000 | +0.4950 | 0.1101 | 2.5000 | +0.4950 | 0.1101 |"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.slow

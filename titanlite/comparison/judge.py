@@ -261,11 +261,12 @@ def _interval(differences: Values) -> tuple[float, float]:
     picked = (starts[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :n] % n
     low, high = np.quantile(centred[picked].mean(axis=1), (_OUTSIDE / 2, 1 - _OUTSIDE / 2))
     blocks = n // block
-    widened = _student(blocks - 1) / _T[-1] * (blocks / (blocks - 1)) ** 0.5
+    widened = student(blocks - 1) / _T[-1] * (blocks / (blocks - 1)) ** 0.5
     return mean + widened * float(low), mean + widened * float(high)
 
 
-def _student(degrees: int) -> float:
+def student(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t."""
     return _T[min(degrees, len(_T)) - 1]
 
 
@@ -278,7 +279,7 @@ def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Values) -> flo
         return 0.0
     means = [float(np.mean([losses[t] for t in common])) for losses in of_runs]
     n = len(means)
-    return _student(n - 1) * float(np.std(means, ddof=1)) * (1 + 1 / n) ** 0.5
+    return student(n - 1) * float(np.std(means, ddof=1)) * (1 + 1 / n) ** 0.5
 
 
 def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> tuple[Values, Values] | None:
