@@ -1,20 +1,7 @@
-"""Make a corpus of 100 million tokens, to be read once, of manuals and sources: python -m scripts.bench.corpus build
+"""Make a corpus of 100 million tokens of manuals and sources: python -m scripts.bench.corpus build OUT
 
-`corpus.toml` names Debian packages by URL and SHA-256; nothing of them is in the repository. In this order:
-
-- **Take** the files that a package's entry names: HTML without markup and navigation, manual pages without roff, RFCs
-  without page breaks, the rest as it is. A package stops at its `mib`, in the order of the hashes of its paths.
-- **Drop** what is no text (`_fault`: tables of numbers, minified code, prose with few English words), and duplicates: a
-  file with more than half of its characters in lines of 40 and more that earlier files have. In prose, lines of 25 and
-  more that 20 files of the package have are left out: headers, copyright.
-- **Tokenise** with a byte-level BPE of 16,384 tokens, trained on one file in eight. Of the files, in the order of the
-  hashes of their text, the first 2 million tokens, in whole files, are held out, the next 100 million trained on.
-- **Pack** tokens, tokenizer and manifest into one .tar.xz of two parts, each small enough to be carried alone.
-
-Two builds give the same bytes. `unpack` needs the standard library alone:
-
-    python -m scripts.bench.corpus build /tmp/corpus
-    python -m scripts.bench.corpus unpack /tmp/corpus/packed corpus
+`corpus.toml` names Debian packages by URL and SHA-256; docs/performance.md says what is taken and dropped. Two builds
+give the same bytes. `unpack` needs the standard library alone: python -m scripts.bench.corpus unpack OUT/packed corpus
 """
 
 import argparse
@@ -27,9 +14,11 @@ import json
 import lzma
 import re
 import string
+import struct
 import subprocess
 import sys
 import tarfile
+import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,10 +29,7 @@ VOCAB_SIZE, SEPARATOR = 16_384, "<|endoftext|>"
 TRAIN_TOKENS, HELD_OUT_TOKENS = 100_000_000, 2_000_000
 FILES = "train.bin", "held_out.bin", "tokenizer.json"
 HTML, MANUAL = re.compile(r"\.(x?html?|sgml|xml)$"), re.compile(r"/man\w/[^/]+$")
-LANGUAGE = (
-    "(ar|bg|ca|cs|da|de|el|es|et|eu|fa|fi|fr|gl|he|hr|hu|id|it|ja|ko|lt|lv|"
-    "nb|nl|nn|no|pl|pt|ro|ru|sk|sl|sr|sv|tr|uk|vi|zh)"
-)
+LANGUAGE = "(ar|bg|c[as]|d[ae]|e[lstu]|f[air]|gl|h[eru]|i[dt]|ja|ko|l[tv]|n[blno]|p[lt]|r[ou]|s[klrv]|tr|uk|vi|zh)"
 FOREIGN = re.compile(rf"/(translations?|locales?|{LANGUAGE}([_-]\w+)?)/|\.{LANGUAGE}([_-]\w+)?(\.html)?$")
 JUNK = re.compile(r"changelog|changes|news|copyright|licen[cs]e|genindex|/_(sources|modules)/|/search\.|testdata", re.I)
 SKIPPED = re.compile("script|style|nav|head|header|footer|form|button|select|svg|math").fullmatch
@@ -52,6 +38,7 @@ CONTAINER = re.compile("a|aside|div|section|span|table|ul|ol").fullmatch  # what
 VOID = re.compile("area|base|br|col|embed|hr|img|input|link|meta|source|wbr").fullmatch
 INLINE = re.compile("a|abbr|b|code|em|i|kbd|q|samp|small|span|strong|sub|sup|tt|u|var").fullmatch
 WORDS = {"the", "of", "to", "and", "is", "in", "a", "for", "be", "that", "this", "are", "or", "with", "it", "as"}
+DIGITS, LETTERS = string.digits.encode(), string.ascii_letters.encode()
 Counts = collections.Counter[str]
 
 
@@ -75,8 +62,7 @@ class _Page(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         role = " ".join(value or "" for name, value in attrs if name in ("class", "role", "id"))
         if self.skipped or SKIPPED(tag) or (CONTAINER(tag) and NAVIGATION.search(role)):
-            if not VOID(tag):
-                self.skipped.append(tag)
+            self.skipped += [] if VOID(tag) else [tag]
             return
         self.verbatim += tag == "pre"
         if not INLINE(tag):
@@ -84,8 +70,8 @@ class _Page(html.parser.HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if self.skipped:
-            if tag in self.skipped:
-                del self.skipped[len(self.skipped) - 1 - self.skipped[::-1].index(tag) :]
+            while tag in self.skipped and self.skipped.pop() != tag:
+                pass
             return
         self.verbatim -= tag == "pre" and self.verbatim > 0
         if not INLINE(tag):
@@ -114,8 +100,7 @@ def _of_roff(text: str) -> str:
     return re.sub(r"^\.\s*[A-Za-z]*\s*", "", re.sub(layout, "", text, flags=re.M), flags=re.M)
 
 
-def _of_text(text: str) -> str:
-    """Return a text without page breaks and lines of a table of contents."""
+def _of_text(text: str) -> str:  # without page breaks and tables of contents
     text = re.sub(r"\n+[^\n]*\[Page \w+\]\s*\f?\s*\n(RFC \d+[^\n]*\n+)?", "\n\n", text)
     return "\n".join(line for line in text.split("\n") if "....." not in line and ". . . ." not in line)
 
@@ -140,8 +125,7 @@ def _fault(text: str, is_code: bool) -> str | None:
         return "short"
     if SEPARATOR in text or len(dense) - len(plain) > 0.03 * len(dense):
         return "not ASCII"
-    digits = len(plain) - len(plain.translate(None, string.digits.encode()))
-    letters = len(plain) - len(plain.translate(None, string.ascii_letters.encode()))
+    digits, letters = (len(plain) - len(plain.translate(None, signs)) for signs in (DIGITS, LETTERS))
     if digits > 0.15 * len(dense) or letters < 0.55 * len(dense):
         return "numbers"
     if is_code:
@@ -188,17 +172,15 @@ def _taken(entry: dict[str, Any], archive: Path, why: Counts) -> Iterator[Docume
         why[fault or "text"] += 1
         if text and not fault:
             yield Document(entry["name"], path, text)
-            room -= len(text.encode())
-            if room < 0:
+            if (room := room - len(text.encode())) < 0:
                 return
 
 
 def _without_repeated(documents: list[Document]) -> list[Document]:
     """Leave out the long lines that many documents of a package have."""
     lines = collections.Counter(line for each in documents for line in set(each.text.split("\n")) if len(line) >= 25)
-    return [
-        each._replace(text="\n".join(line for line in each.text.split("\n") if lines[line] < 20)) for each in documents
-    ]
+    kept = ("\n".join(line for line in each.text.split("\n") if lines[line] < 20) for each in documents)
+    return [each._replace(text=text) for each, text in zip(documents, kept, strict=True)]
 
 
 def _deduplicated(documents: list[Document], seen: set[bytes], why: Counts) -> Iterator[Document]:
@@ -207,19 +189,18 @@ def _deduplicated(documents: list[Document], seen: set[bytes], why: Counts) -> I
         long = [line for line in map(str.strip, document.text.split("\n")) if len(line) >= 40]
         keys = [hashlib.blake2b(line.encode(), digest_size=8).digest() for line in long]
         repeated = sum(len(line) for line, key in zip(long, keys, strict=True) if key in seen)
-        if repeated > 0.5 * sum(map(len, long)):
+        whole = hashlib.sha256(document.text.encode()).digest()
+        if whole in seen or repeated > 0.5 * sum(map(len, long)):
             why["duplicate"] += 1
-            continue
-        seen.update(keys)
-        yield document
+        else:
+            seen.update(keys, [whole])
+            yield document
 
 
 def collect(cache: Path) -> tuple[list[Document], dict[str, dict[str, Any]]]:
     """Return all documents, by the hashes of their text, and by package what was done with its files."""
-    import tomli
-
     documents, packages, seen = list[Document](), dict[str, dict[str, Any]](), set[bytes]()
-    for entry in tomli.loads(TABLE.read_text())["package"]:
+    for entry in tomllib.loads(TABLE.read_text())["package"]:
         why = Counts()
         own = list(_taken(entry, _fetch(entry, cache), why))
         own = own if entry["kind"] == "code" else _without_repeated(own)
@@ -239,23 +220,19 @@ def _tokenizer(documents: list[Document]) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special, alphabet = [SEPARATOR], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    parts = {"special_tokens": [SEPARATOR], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False, **parts)
     tokenizer.train_from_iterator((each.text for each in documents[::8]), trainer)
     return tokenizer
 
 
 def _write(name: str, wanted: int, tokens: Iterator[tuple[str, list[int]]], packages: Any, out: Path) -> int:
     """Write a token file, uint16, of `wanted` tokens, or of whole documents where they are held out."""
-    import numpy as np
-
     written = 0
     with (out / f"{name}.bin").open("wb") as file:
         for package, ids in tokens:
             taken = ids if name == "held_out" else ids[: wanted - written]
-            file.write(np.array(taken, "<u2").tobytes())
+            file.write(struct.pack(f"<{len(taken)}H", *taken))
             packages[package][f"{name}_tokens"] += len(taken)
             written += len(taken)
             if written >= wanted:
@@ -295,14 +272,13 @@ def _pack(out: Path) -> None:
     words = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 256 << 20, "lc": 3, "lp": 1, "pb": 1}  # of two bytes
     with lzma.open(packed, "wb", filters=[words]) as file, tarfile.open(fileobj=file, mode="w|") as tar:
         for name in ("manifest.json", *FILES):
-            member = tarfile.TarInfo(name)
-            member.size = (out / name).stat().st_size
-            with (out / name).open("rb") as content:
-                tar.addfile(member, content)
+            member, data = tarfile.TarInfo(name), (out / name).read_bytes()  # without times and owners
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     (out / "packed").mkdir(exist_ok=True)
-    half = -(-len(packed.getvalue()) // 2)
-    for part in range(2):
-        (out / "packed" / f"corpus.tar.xz.{part}").write_bytes(packed.getvalue()[part * half : (part + 1) * half])
+    half = len(packed.getvalue()) // 2
+    (out / "packed" / "corpus.tar.xz.0").write_bytes(packed.getvalue()[:half])
+    (out / "packed" / "corpus.tar.xz.1").write_bytes(packed.getvalue()[half:])
 
 
 def unpack(packed: Path, out: Path) -> None:
@@ -318,13 +294,10 @@ def unpack(packed: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("build").add_argument("out", type=Path)
-    command = commands.add_parser("unpack")
-    command.add_argument("packed", type=Path)
-    command.add_argument("out", type=Path)
+    parser.add_argument("command", choices=("build", "unpack"))
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="build: OUT; unpack: PACKED OUT")
     args = parser.parse_args()
-    build(args.out) if args.command == "build" else unpack(args.packed, args.out)
+    (build if args.command == "build" else unpack)(*args.folders)
 
 
 if __name__ == "__main__":

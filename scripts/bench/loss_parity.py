@@ -41,6 +41,7 @@ from titanlite.comparison.judge import student
 from titanlite.config.read import read_config
 
 SIGMAS = 3
+OF_ARMS = "training.steps", "training.seed", "lr_scheduler.warmup_steps", "optimizer.lr", "float8.recipe"
 Row = dict[str, Any]
 
 
@@ -74,6 +75,8 @@ def main() -> int:
     parser.add_argument("--commit", help="of the rows; not given: as git says")
     args = parser.parse_args()
     if args.rows:
+        if given := [key for key in OF_ARMS if key in args.flags]:
+            parser.error(f"--flags has {', '.join(given)}, which --rows sets. Want: the file of --config says it")
         return Arms(args).main()
     seeds = {seed: ["--training.seed", str(seed)] for seed in args.seeds}
     first = seeds[args.seeds[0]]
@@ -162,7 +165,7 @@ class Arms:
             name, steps = self.name(arm, rate, seed, parts), self.steps // parts
             if name in self.rows:
                 continue
-            made[name] = {"arm": arm.name, "seed": seed, "lr": rate, "steps": steps}
+            made[name] = {"arm": arm.name, "seed": seed, "lr": rate}
             runs[name] = [*arm.flags, "--training.seed", str(seed), "--training.steps", str(steps)]
             runs[name] += ["--lr_scheduler.warmup_steps", str(self.warmup // parts)]
             runs[name] += ["--validation.enable", "true", "--validation.freq", str(steps)]
@@ -179,6 +182,7 @@ class Arms:
         head = {"run": name, "gpu": environment["applied"]["device"], "commit": self.commit}
         head |= {"date": time.strftime("%Y-%m-%d"), "command": f"scripts/bench/loss_parity.py {' '.join(sys.argv[1:])}"}
         numbers = {
+            "steps": steps[-1]["step"],
             "tokens_per_step": steps[-1]["tokens"] // steps[-1]["step"],
             "epochs": round(steps[-1]["epoch"], 3),
             "loss": last_steps(folder)["loss"],

@@ -163,11 +163,12 @@ def test_an_arm_tries_rates_until_its_best_is_inside_and_goes_on_where_it_was_st
         folder = tmp_path / "runs" / name
         _finished_run(folder, loss)
         step = {"step": 121, "tokens": 121, "loss": loss, "seconds": 1.0, "epoch": 1.0, "memory_gib": 1.0}
-        lines = [step | {"step": at, "tokens": at * 512} for at in range(1, 121)]
-        lines.append({"step": 120, "tokens": 120, "validation_loss": loss})
+        last = 375 if "quarter" in name else 1500
+        assert value["--training.steps"] == str(last)
+        lines = [step | {"step": at, "tokens": at * 512} for at in range(last - 120, last + 1)]
+        lines.append({"step": last, "tokens": last * 512, "validation_loss": loss})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "receipt.json").write_text(json.dumps([{"feature": "environment", "applied": {"device": "H200"}}]))
-        assert value["--training.steps"] == ("375" if "quarter" in name else "1500")
         return True
 
     monkeypatch.setattr(runs, "_train", train)
@@ -217,6 +218,10 @@ def test_an_arm_tries_rates_until_its_best_is_inside_and_goes_on_where_it_was_st
     # Two seeds with a standard deviation of 0.00707 and one more: 12.71 × 0.00707 × √(1/2 + 1/1).
     line = "| muon+bf16 | 1.0 | 1 | 2.5000 | +0.4950 | 0.1101 | 2.5000 | +0.4950 | 0.1101 |"
     assert line in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["loss_parity.py", "bf16", *given, "--flags", "--training.steps 9"])
+    with pytest.raises(SystemExit, match="2"):
+        parity.main()
+    assert "--flags has training.steps" in capsys.readouterr().err
 
 
 @pytest.mark.slow

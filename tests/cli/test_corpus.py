@@ -21,7 +21,9 @@ def _prose(i: int) -> str:
 
 
 def _code(i: int) -> str:
-    return "\n".join(f"def name_{chr(97 + i % 26)}_{'xyzuvwq'[k] * (i % 7 + 2)}(value): return value" for k in range(7))
+    return "\n".join(
+        f"def name_{chr(97 + i % 26)}_{'xyzuvwq'[k] * (i % 7 + 2)}(value): return len(value) or value" for k in range(7)
+    )
 
 
 PAGE = (
@@ -39,6 +41,8 @@ FILES = {
     "/numbers.txt": "The 1 of 2 3 4 5 6 7 8 9 0 " * 40,
     "/list.txt": "alpha beta gamma delta epsilon " * 30,
     "/changelog.txt": _prose(5),
+    "/short.txt": _prose(5).replace("the", "\n").replace("this", "\n"),  # all lines are shorter than 40
+    "/short_copy.txt": _prose(5).replace("the", "\n").replace("this", "\n"),
     **{f"/more/{i}.txt": _prose(i) for i in range(6, 60)},
 }
 
@@ -92,7 +96,8 @@ def test_a_corpus_is_text_without_markup_junk_and_copies(table: Path):
     assert "[Page" not in found["/rfc.txt"]
     assert "1999" not in found["/rfc.txt"]
     counts = packages["manual"]["files"]
-    assert (counts["duplicate"], counts["numbers"], counts["not prose"], counts["path or encoding"]) == (1, 1, 1, 2)
+    assert packages["source"]["documents"] == 20
+    assert (counts["duplicate"], counts["numbers"], counts["not prose"], counts["path or encoding"]) == (2, 1, 1, 2)
 
 
 def test_two_builds_are_equal_and_what_is_unpacked_is_what_was_packed(table: Path):
