@@ -226,6 +226,13 @@ def _tokenizer(documents: list[Document]) -> Any:
     return tokenizer
 
 
+def _ids(tokenizer: Any, documents: list[Document]) -> Iterator[tuple[str, list[int]]]:
+    for at in range(0, len(documents), 64):
+        batch = documents[at : at + 64]
+        for each, encoded in zip(batch, tokenizer.encode_batch_fast([each.text for each in batch]), strict=True):
+            yield each.package, [*encoded.ids, 0]
+
+
 def _write(name: str, wanted: int, tokens: Iterator[tuple[str, list[int]]], packages: Any, out: Path) -> int:
     """Write a token file, uint16, of `wanted` tokens, or of whole documents where they are held out."""
     written = 0
@@ -250,7 +257,7 @@ def build(out: Path) -> None:
     documents, packages = collect(out / "packages")
     tokenizer = _tokenizer(documents)
     tokenizer.save(str(out / "tokenizer.json"))
-    tokens = ((each.package, [*tokenizer.encode(each.text).ids, 0]) for each in documents)
+    tokens = _ids(tokenizer, documents)
     held_out = _write("held_out", HELD_OUT_TOKENS, tokens, packages, out)
     train = _write("train", TRAIN_TOKENS, tokens, packages, out)
     prose = sum(each["train_tokens"] for each in packages.values() if each["kind"] == "prose") / train
