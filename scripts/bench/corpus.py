@@ -220,7 +220,7 @@ def _tokenizer(documents: list[Document]) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    parts = {"special_tokens": [SEPARATOR], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    parts: dict[str, Any] = {"special_tokens": [SEPARATOR], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False, **parts)
     tokenizer.train_from_iterator((each.text for each in documents[::8]), trainer)
     return tokenizer

@@ -208,11 +208,11 @@ class Arms:
                 mean, first = statistics.mean(values[arm]), statistics.mean(values[self.arms[0]])
                 cells += [f"{mean:.4f}", f"{mean - first:+.4f}", least_shown(values, arm, self.arms[0])]
             print(f"| {' | '.join(map(str, cells))} |")
-        here = [self.args.logs / "runs" / self.name(*each) for each in wanted]
-        here = [str(folder) for folder in here if (folder / "metrics.jsonl").is_file()]
-        seeds = here[1 : self.arms[0].seeds]
-        if here and here[0].endswith(self.name(*wanted[0])):
-            given = ["--seeds", ",".join(seeds)] if seeds else []
+        folders = [self.args.logs / "runs" / self.name(*each) for each in wanted]
+        here = [str(folder) for folder in folders if (folder / "metrics.jsonl").is_file()]
+        seeds = [str(folder) for folder in folders[1 : self.arms[0].seeds] if str(folder) in here]
+        if str(folders[0]) in here:
+            given = ["--seeds", ",".join(seeds)] if len(seeds) > 1 else []  # as compare wants two
             titanlite("compare", *here, *given, "--out", str(self.args.picture.resolve()), shown=True)
         return 0
 
