@@ -192,8 +192,8 @@ def _check_names(config: Config, problems: Problems) -> None:
             refuse(key, *wrong)
     for key, file in (("model.file", config.model.file), ("optimizer.file", config.optimizer.file)):
         check_file(key, file, problems)
-    if (url := config.checkpoint.mirror) and (not is_url(url) or is_chained(url)):
-        want = "the URL of a folder in a store that fsspec knows"
+    if (url := config.checkpoint.mirror) and (not is_url(url) or is_chained(url) or url.startswith("memory:")):
+        want = "the URL of a folder in a store that fsspec knows, and that outlasts the run"
         refuse("checkpoint.mirror", want, f'mirror = "s3://bucket/{name}"')
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         fix = f'wandb_project = "{Config().metrics.wandb_project}" (the default)'
