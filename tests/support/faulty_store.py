@@ -67,6 +67,11 @@ class FaultyFileSystem(LocalFileSystem):
             raise PermissionError(f"no right at faulty://user:{SECRET}@store/")
         super().rm_file(*args, **more)
 
+    def mv(self, path1: str, path2: str, **more: Any) -> None:
+        """As object stores do, which have no rename."""
+        self.cp_file(path1, path2)
+        self.rm_file(path1)
+
     def find(self, *args: Any, **more: Any) -> Any:
         self._fault()
         return super().find(*args, **more)
