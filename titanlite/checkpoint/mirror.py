@@ -22,6 +22,7 @@ from typing import Any
 
 from titanlite.checkpoint.mirror_store import Claim
 from titanlite.checkpoint.publish import complete_steps, step_folder
+from titanlite.checkpoint.saved_state import best_of, losses_of
 from titanlite.config.schema import Checkpoint
 from titanlite.errors import CheckpointError
 from titanlite.json_file import parse_json
@@ -60,16 +61,16 @@ class Mirror(Observer):
         self._waiting, self._is_due = set[int](), True  # steps that the mirror lacks, and whether to look for them anew
         self._done = set[int]()  # steps that the mirror has, or that are damaged; with 0, the mirror is this start's
         self._old = {*complete_steps(self._root)}  # an earlier start may have copied them
-        self._newest, self._best = 0, 0  # steps: the newest ever seen in the folder, and the best one
+        self._newest = 0  # the newest step ever seen in the folder
+        self._best_by, self._losses = config.keep_best, dict[int, float | None]()
         self._failures, self._not_before = 0, 0.0
         self._is_lost = False  # the mirror is another's
         self._told = set[str]()  # of what is told once
 
     @contextmanager
-    def held(self, best: int | None) -> Generator[int | None]:
-        """Yield the step being copied; no copy begins inside the block, where checkpoints except `best` are deleted."""
+    def held(self) -> Generator[int | None]:
+        """Yield the step being copied; no copy begins inside the block, where checkpoints are deleted."""
         with self._lock:
-            self._best = best or 0
             yield self._doing
             self._is_due = True
         waited = self._waiting - self._done - self._old
@@ -106,10 +107,12 @@ class Mirror(Observer):
     def _turn(self) -> None:
         if (process := self._process) is not None and (code := process.poll()) is not None:
             assert process.stdout is not None  # noqa: S101
-            with process.stdout as outcome:
-                said = outcome.read()
-            self._process = None
-            self._take(parse_json(said) if code == 0 else {"failed": f"its process ended with {code}"})
+            with process.stdout as said:
+                last_line = said.read().rpartition(b"\n")[2]  # Python's start may print, too
+            self._process, outcome = None, {"failed": f"its process ended with {code}"}
+            with suppress(ValueError):
+                outcome = parse_json(last_line)
+            self._take(outcome)
         if self._is_lost or time.monotonic() < self._not_before or not self._lock.acquire(blocking=False):
             return
         try:
@@ -126,8 +129,11 @@ class Mirror(Observer):
         """Return the steps that the folder has and the mirror would keep, but does not have."""
         steps = complete_steps(self._root)
         self._newest = max(self._newest, *steps, 0)
-        kept = steps[-self._keep :] if self._keep else steps
-        return ({*kept} | ({self._best} & {*steps})) - self._done
+        kept = {*steps[-self._keep :]}  # 0: all
+        if self._keep and self._best_by:
+            losses_of(self._root, self._best_by, self._losses)
+            kept |= {*steps} & {best_of(self._losses)}
+        return kept - self._done
 
     def _start_process(self, step: int) -> None:
         task = self._task | {"step": step, "newest": self._newest}

@@ -1,9 +1,9 @@
 """Copy one checkpoint to the mirror in a process beside training, as `mirror.py` asks, and delete what is not kept.
 
-Standard input has the task, as JSON; its step is 0 if only the mirror is to be made this start's. Standard output gets
-the outcome, a JSON object: `{"is_new": bool}`, with `"kept": why` if nothing can be deleted; `{"damaged": why}` if
-the local checkpoint is not what was saved; `{"lost": why}` if the mirror is not this start's any more; or `{"failed":
-why}`. The process ends with the training process.
+Standard input has the task, as JSON; its step is 0 if only the mirror is to be made this start's. The last line of
+standard output is the outcome, a JSON object: `{"is_new": bool}`, with `"kept": why` if nothing can be deleted;
+`{"damaged": why}` if the local checkpoint is not what was saved; `{"lost": why}` if the mirror is not this start's any
+more; or `{"failed": why}`. The process ends with the training process.
 """
 
 import json
@@ -46,7 +46,7 @@ def main() -> None:
         said = {"damaged": _text(damaged)}
     except Exception as error:  # exceptions of back ends have no common class
         said = {"failed": _text(error)}
-    os.write(outcome, json.dumps(said).encode())
+    os.write(outcome, b"\n" + json.dumps(said).encode())
     os._exit(0)  # a library's threads may hang
 
 

@@ -44,8 +44,8 @@ class Checkpoints:
         self.root = root
         self.keep = keep
         self.keep_best = keep_best
-        self.held: Callable[[int | None], AbstractContextManager[int | None]] = nullcontext
-        """Held while checkpoints are deleted; takes the best step, and gives the one that a mirror copies, to spare."""
+        self.held: Callable[[], AbstractContextManager[int | None]] = nullcontext
+        """Held while checkpoints are deleted; gives the one that a mirror copies, to spare."""
         self.best: tuple[int, float] | None = None  # after a save: step and loss of the best checkpoint
         self._losses: dict[int, float | None] = {}  # by step
         self._unread: Mapping[int, CheckpointError] = {}  # steps whose losses cannot be read
@@ -170,7 +170,7 @@ class Checkpoints:
             self._warn(f"step-{step:08d} is kept, as it may be the best: its losses cannot be read. {unread[step]}")
         self._unread = unread
         best = best_of(self._losses)
-        with self.held(best) as copied:
+        with self.held() as copied:
             publish.prune(self.root, self.keep, spare=(self._resumed_from, best, copied, *unread))
         return None if best is None else (best, cast(float, self._losses[best]))
 

@@ -109,7 +109,7 @@ def test_checkpoints_deleted_before_they_are_copied_are_told_once(tmp_path: Path
     for step in (3, 4, 5):
         save(tmp_path, step)
         mirror.progress(step)
-        with mirror.held(None) as copied:
+        with mirror.held() as copied:
             prune(tmp_path / "checkpoints", 1, spare={copied})
     assert complete_steps(tmp_path / "checkpoints") == [2, 5]
     (warning,) = said
@@ -134,11 +134,25 @@ def test_the_mirror_keeps_its_newest_and_the_best(tmp_path: Path, store: FaultyS
     mirrored(store.url, tmp_path, said := Lines(), **keys).wait(60)
     assert store.complete() == [2, 4, 5]
     assert any("step-00000006 is not copied" in line for line in said)
-    other = mirrored(f"{store.url}-other", tmp_path, Lines(), **keys)
-    with other.held(1):
-        pass
-    other.wait(60)
-    assert MirrorStore(f"{store.url}-other").complete() == [1, 5]
+    shutil.rmtree(step_folder(tmp_path / "checkpoints", 5))
+    mirrored(f"{store.url}-other", tmp_path, Lines(), **keys).wait(60)
+    assert MirrorStore(f"{store.url}-other").complete() == [3, 4]
+
+
+def test_no_end_of_the_process_and_no_print_of_it_ends_training(tmp_path: Path, store: FaultyStore) -> None:
+    """Also where the system forgets how children end, and where Python greets."""
+    (tmp_path / "package/sitecustomize.py").write_text("print('welcome')")
+    save(tmp_path, 1)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        mirror = mirrored(store.url, tmp_path, said := Lines())
+        mirror.progress(0)
+        assert mirror._process
+        mirror._process.kill()
+        until(mirror, lambda: store.complete() == [1] and mirror._doing is None)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert "takes no checkpoints; training goes on, and the copy is tried again. its process ended" in said[0]
 
 
 def test_a_later_start_ends_an_earlier_one_in_the_middle_of_a_copy(tmp_path: Path, store: FaultyStore) -> None:
@@ -148,7 +162,7 @@ def test_a_later_start_ends_an_earlier_one_in_the_middle_of_a_copy(tmp_path: Pat
     until(mirror, lambda: store.complete() == [1] and mirror._doing is None)
     store.becomes("slow")
     save(tmp_path, 2)
-    with mirror.held(None):
+    with mirror.held():
         pass
     until(mirror, lambda: (store.folder / "step-00000002/a.safetensors").exists())
     MirrorStore(store.url).write_claim(replace(CLAIM, start=2))
@@ -204,7 +218,7 @@ def test_a_store_that_deletes_nothing_is_told_once(tmp_path: Path, store: Faulty
     mirror = mirrored(store.url, tmp_path, said := Lines(), keep_latest_k=1)
     for step in (1, 2, 3):
         save(tmp_path, step)
-        with mirror.held(None):
+        with mirror.held():
             pass
         until(mirror, lambda step=step: step in mirror._done)
     mirror.wait(60)
@@ -226,7 +240,7 @@ def test_a_folder_that_cannot_be_read_ends_no_training(
     with monkeypatch.context() as broken:
         broken.setattr("titanlite.checkpoint.publish._named_as_steps", stale)
         until(mirror, lambda: mirror._failures > 2)
-        with mirror.held(None):
+        with mirror.held():
             pass
         mirror.wait(1)
     assert len(said) == 1
@@ -449,7 +463,7 @@ mirror.progress(first)
 print(first, flush=True)
 for step in range(first + 1, first + 1000):
     save(run.path, step, size=1_000_000)
-    with mirror.held(None) as copied:
+    with mirror.held() as copied:
         prune(run.checkpoints, 2, spare={copied, first})
     for _ in range(20):
         mirror.progress(step)
