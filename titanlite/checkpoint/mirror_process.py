@@ -64,8 +64,10 @@ def _mirror_step(task: dict[str, Any]) -> dict[str, Any]:
     def make_own() -> None:
         if (there := store.claim()) == own:
             return
-        if there is not None and (there.id != own.id or (own.start, own.token) < (there.start, there.token)):
-            raise _LostError("a later start" if there.id == own.id else f"another run, {there.name},")
+        if there is not None and (there.id, there.name) != (own.id, own.name):
+            raise _LostError(f"another run, {there.name},")
+        if there is not None and own < there:
+            raise _LostError("a later start")
         for name in BESIDE:
             with suppress(FileNotFoundError):
                 store.write(name, (folder / name).read_bytes())

@@ -40,17 +40,18 @@ _CLAIM = "mirror.json"
 _TRIES = 1  # further ones of each file: back ends repeat requests themselves, and the copy is tried again
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Claim:
     """Whose a mirror is: id and name of a run, and the start that writes there. Of two starts the larger claim has it.
 
-    `start` counts the starts of the run, twice those that could read the mirror: one that could not, and so does not
-    know of a start elsewhere, is before that one. `token` tells starts with one number apart.
+    `start` counts those that could read the mirror, and `since` those of the folder since then: what could not read it,
+    and so does not know of a start elsewhere, is before that one. `token` tells starts with the same numbers apart.
     """
 
     id: str
     name: str
     start: int
+    since: int
     token: str
 
 

@@ -68,7 +68,7 @@ def _take_up(config: Config, folder: RunFolder, store: MirrorStore) -> tuple[lis
         if not here:
             raise
         return [], [f"the mirror {store} cannot be read; training goes on. {e}"]
-    if there and (own is None or own.id != there.id) and (own or here or there.name != name):
+    if there and (there.name != name or (own.id != there.id if own else here)):
         want = f"the mirror of this run, {name}{f' with the id {own.id}' if own else ''}"
         saw = f"{store}, of the run {there.name} with the id {there.id}"
         raise CheckpointError.of("checkpoint", MIRROR, saw, want, "another URL, as with job.name at its end")
@@ -77,8 +77,8 @@ def _take_up(config: Config, folder: RunFolder, store: MirrorStore) -> tuple[lis
         want = f"none newer than this folder's, of step {here[-1]}: a new disk would take up another branch"
         fix = "delete the newer ones there, or move this folder's checkpoints away to go on from them"
         raise CheckpointError.of(str(folder.path), MIRROR, saw, want, fix)
-    own = own or Claim(secrets.token_hex(8), name, 0, secrets.token_hex(8))
-    own = replace(own, id=there.id if there else own.id, start=max(own.start, there.start if there else 0) + 1)
+    own = own or Claim(there.id if there else secrets.token_hex(8), name, 0, 0, secrets.token_hex(8))
+    own = replace(own, start=max(own.start, there.start if there else 0) + 1, since=0)
     if not here:
         step = chosen_step(steps, config.checkpoint.resume, str(store)) if steps else None
         _take_config(store, folder, config, has_checkpoint=step is not None)
@@ -96,8 +96,8 @@ def _take_up(config: Config, folder: RunFolder, store: MirrorStore) -> tuple[lis
 
 def claim_of(folder: RunFolder, config: Config) -> Claim:
     """Return the claim of a start that trains, which the folder has from now on."""
-    own = _claim_in(folder) or Claim(secrets.token_hex(8), "", 0, "")
-    own = replace(own, name=config.job.name, start=own.start + 1, token=secrets.token_hex(8))
+    own = _claim_in(folder) or Claim(secrets.token_hex(8), "", 0, 0, "")
+    own = replace(own, name=config.job.name, since=own.since + 1, token=secrets.token_hex(8))
     _write(folder, own)
     return own
 

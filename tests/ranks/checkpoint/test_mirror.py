@@ -32,7 +32,7 @@ from titanlite.preflight.hub_names import pin_names
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.take_up_mirror import claim_of, take_up_mirror
 
-CLAIM = Claim("id", "run", 1, "token")
+CLAIM = Claim("id", "run", 1, 1, "token")
 
 
 class Lines(list[str]):
@@ -284,9 +284,9 @@ def start(folder: Path, url: str, **keys: Any) -> tuple[list[str], list[str]]:
     return said
 
 
-def copy_all(folder: Path, url: str) -> None:
+def copy_all(folder: Path, url: str, name: str = "run") -> None:
     """Copy what the mirror lacks, as training would."""
-    run = RunFolder.of(asked := config(folder, url))
+    run = RunFolder.of(asked := config(folder, url, name))
     run.path.mkdir(parents=True, exist_ok=True)
     Mirror(Checkpoint(mirror=url, mirror_keep_latest_k=0), run.path, claim_of(run, asked), Lines()).wait(60)  # type: ignore[arg-type]
 
@@ -380,6 +380,13 @@ def test_the_mirror_of_another_run_is_refused(tmp_path: Path, store: FaultyStore
             with pytest.raises((CheckpointError, ConfigError), match=says) as e:
                 start(tmp_path / folder, store.url, **given)
         assert SECRET not in str(e.value)
+    shutil.copytree(tmp_path / "one/run", tmp_path / "one/branch")
+    with pytest.raises(CheckpointError, match="of the run run with the id"):
+        start(tmp_path / "one", store.url, name="branch")
+    store.becomes("gone")
+    start(tmp_path / "one", store.url, name="branch")
+    store.becomes("ok")
+    copy_all(tmp_path / "one", store.url, name="branch")
     assert (store.folder / "mirror.json").read_text() == before
     start(tmp_path / "five", store.url)  # the old seed
     (tmp_path / "one/run/checkpoints/step-00000001").rename(tmp_path / "one/run/checkpoints/step-00000000")
@@ -402,11 +409,12 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path: Path, store: FaultyS
     assert store.complete() == [1]
     start(tmp_path / "elsewhere", store.url)
     copy_all(tmp_path / "elsewhere", store.url)
-    store.becomes(fault)
-    start(tmp_path / "old", store.url)  # it cannot know of the start elsewhere
-    store.becomes("ok")
     save(tmp_path / "old/run", 2)
-    copy_all(tmp_path / "old", store.url)
+    for _ in range(5):
+        store.becomes(fault)
+        start(tmp_path / "old", store.url)  # it cannot know of the start elsewhere
+        store.becomes("ok")
+        copy_all(tmp_path / "old", store.url)
     assert store.complete() == [1]
 
 
