@@ -204,6 +204,23 @@ def test_no_file_and_no_manifest_is_written_once_the_mirror_is_anothers(
     assert store.complete() == [1]
 
 
+def test_the_step_of_a_branch_that_was_left_is_replaced_as_a_whole(tmp_path: Path, store: FaultyStore) -> None:
+    for branch, size in {"left": 50_000, "taken": 60_000}.items():
+        save(tmp_path / branch, 1, size=size)
+    left, taken = (step_folder(tmp_path / branch / "checkpoints", 1) for branch in ("left", "taken"))
+    own = MirrorStore(store.url)
+    own.write_claim(CLAIM)
+    for n in range(6):
+        own.copy(left, lambda: None)
+        looks = iter(range(n))
+        with pytest.raises(StopIteration):
+            own.copy(taken, looks.__next__)
+        assert store.complete() == [1] * (n == 0)
+    own.copy(taken, lambda: None)
+    own.fetch(1, tmp_path / "back", lambda text: None)
+    assert contents(step_folder(tmp_path / "back", 1)) == contents(taken)
+
+
 def test_half_a_manifest_is_none(tmp_path: Path, store: FaultyStore) -> None:
     save(tmp_path, 1)
     MirrorStore(store.url).write_claim(CLAIM)
