@@ -2,7 +2,7 @@
 
 `faulty://user:SECRET@store/FOLDER` is the local folder /FOLDER, found by fsspec as a package's entry point. What it
 does is in the file that FAULTY names: `ok`, `slow`, `hangs`, `full`, `keeps` (deletes nothing), `tears` (small files),
-`closed` or `gone`.
+`cuts` (all others), `closed` or `gone`.
 """
 
 import os
@@ -51,6 +51,8 @@ class FaultyFileSystem(LocalFileSystem):
     def put_file(self, *args: Any, **more: Any) -> Any:
         self._fault(writes=True)
         super().put_file(*args, **more)
+        if Path(os.environ["FAULTY"]).read_text() == "cuts":
+            os.truncate(args[1], 1000)
 
     def get_file(self, *args: Any, **more: Any) -> Any:
         super().get_file(*args, **more)

@@ -221,11 +221,12 @@ def test_the_step_of_a_branch_that_was_left_is_replaced_as_a_whole(tmp_path: Pat
     assert contents(step_folder(tmp_path / "back", 1)) == contents(taken)
 
 
-def test_half_a_manifest_is_none(tmp_path: Path, store: FaultyStore) -> None:
+@pytest.mark.parametrize(("fault", "says"), [("tears", "torn"), ("cuts", "has 1000 bytes there, not those sent")])
+def test_half_a_file_is_none(tmp_path: Path, store: FaultyStore, fault: str, says: str) -> None:
     save(tmp_path, 1)
     MirrorStore(store.url).write_claim(CLAIM)
-    store.becomes("tears")
-    with pytest.raises(OSError, match="torn"):
+    store.becomes(fault)
+    with pytest.raises(OSError, match=says):
         MirrorStore(store.url).copy(step_folder(tmp_path / "checkpoints", 1), lambda: None)
     assert store.complete() == []
 
@@ -264,6 +265,31 @@ def test_a_folder_that_cannot_be_read_ends_no_training(
     assert "Stale file handle" in said[0]
     mirror.wait(60)
     assert store.complete() == [1]
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from tests.ranks.checkpoint.test_mirror import Lines, mirrored
+mirror = mirrored(sys.argv[1], Path(sys.argv[2]), Lines())
+mirror.progress(0)
+print(mirror._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_process_ends_with_training(tmp_path: Path, store: FaultyStore) -> None:
+    store.becomes("hangs")
+    save(tmp_path, 1)
+    words = [sys.executable, "-c", TRAINER, store.url, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as trainer:
+        assert trainer.stdout
+        copier, end = Path(f"/proc/{trainer.stdout.readline().strip()}/cmdline"), time.monotonic() + 60
+        assert b"mirror_process" in copier.read_bytes()
+        trainer.kill()
+    while copier.exists() and copier.read_bytes():  # that of a zombie is empty
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_signal_ends_the_wait(tmp_path: Path, store: FaultyStore) -> None:
