@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -230,6 +231,14 @@ def test_a_renamed_checkpoint_and_a_newer_format_are_refused(tmp_path: Path, mon
     monkeypatch.setattr("titanlite.checkpoint.saved_state.VERSION", 4)
     with pytest.raises(CheckpointError, match=r"state\.json = version 3\n.*want: version 4"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
+
+
+def test_what_a_mirror_copies_is_kept(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path, keep=1)
+    run.held = lambda: nullcontext(1)
+    for step in (1, 2, 3):
+        run.save(step, {"w": torch.ones(4)}, SavedState())
+    assert complete_steps(tmp_path) == [1, 3]
 
 
 @pytest.mark.parametrize(

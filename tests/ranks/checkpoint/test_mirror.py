@@ -283,10 +283,13 @@ def test_the_process_ends_with_training(tmp_path: Path, store: FaultyStore) -> N
     save(tmp_path, 1)
     words = [sys.executable, "-c", TRAINER, store.url, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as trainer:
-        assert trainer.stdout
-        copier, end = Path(f"/proc/{trainer.stdout.readline().strip()}/cmdline"), time.monotonic() + 60
-        assert b"mirror_process" in copier.read_bytes()
-        trainer.kill()
+        try:
+            assert trainer.stdout
+            copier, end = Path(f"/proc/{int(trainer.stdout.readline())}/cmdline"), time.monotonic() + 60
+            while b"mirror_process" not in copier.read_bytes():  # empty for an instant
+                assert time.monotonic() < end
+        finally:
+            trainer.kill()
     while copier.exists() and copier.read_bytes():  # that of a zombie is empty
         assert time.monotonic() < end
         time.sleep(0.05)
