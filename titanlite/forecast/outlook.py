@@ -61,6 +61,6 @@ def outlook(config: Config, flops: float, world: int, tokens_per_second: float, 
 def large(n: float) -> str:
     """Write a number with three significant digits and a word for its size: `1.71 million`, `160 billion`."""
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if n >= unit:
+        if n >= 0.9995 * unit:  # or three digits would say 1e+03 of the smaller one
             return f"{n / unit:.3g} {name}"
     return f"{n:,.0f}"

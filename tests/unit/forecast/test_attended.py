@@ -12,7 +12,7 @@ from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.outlook import token_flops
+from titanlite.forecast.outlook import large, token_flops
 from titanlite.forecast.step_time import StepTimeModel
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
@@ -90,3 +90,10 @@ def test_time_and_mfu_count_what_is_attended(tmp_path: Path) -> None:
     flops = [token_flops(asked.config, asked.dims, known) for known in (None, share)]
     of_attention = 6 * asked.dims.n_layers * 8000 * asked.dims.n_heads * asked.dims.head_width
     assert flops[0] - flops[1] == pytest.approx(of_attention * (1 - share.of()))
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(999_700_000, "1 billion"), (999.4e6, "999 million"), (1e6, "1 million"), (999_400, "999,400")]
+)
+def test_a_large_number_has_three_digits(n: float, text: str) -> None:
+    assert large(n) == text
