@@ -54,8 +54,8 @@ FITTED_FROM = 1e17
 MIXTURE_LR = 4e-4
 """Highest peak learning rate of a mixture of experts; docs/how_to/mixture_of_experts.md recommends to begin with it."""
 
-MOST_TOKENS_A_STEP = 2**24
-"""Largest global batch in tokens: that of Llama 3 405B (arXiv 2407.21783), beyond any that the law was fitted to."""
+MOST_TOKENS_A_STEP = 2**23
+"""Largest global batch in tokens: Llama 3 405B's for its first 2.87 trillion tokens (arXiv 2407.21783)."""
 
 CPU_MFU = 0.2
 """Share of a matmul's speed that training on a CPU is assumed to reach. configs/debug.toml reaches 0.18 to 0.32."""

@@ -161,7 +161,8 @@ def _of_batch(choices: Choices) -> str:
     tokens = (training.global_batch_size or 1) * training.seq_len
     batch = f"{large(tokens)} tokens a step, in {micro_steps:,} micro-step{'s' * (micro_steps > 1)}"
     law = f"0.292·C^0.3271 tokens for the C = {choices.compute:.2g} FLOPs of the run (arXiv 2401.02954)"
-    law += ", and no more than Llama 3 405B's (arXiv 2407.21783)" * (tokens >= MOST_TOKENS_A_STEP)
+    if tokens >= MOST_TOKENS_A_STEP:
+        law += ", and no more than Llama 3 405B's for its first 2.87 trillion (arXiv 2407.21783)"
     return f"{batch}: {law}, rounded to a power of two and whole micro-batches"
 
 
