@@ -112,7 +112,7 @@ def on_cpus(module: ModuleType, *names: str) -> None:
 def routes() -> None:
     of_routing.launch = of_experts.launch = interpret
     of_routing.COUNTS = 64  # so that the counts are added up in several steps
-    on_cpus(of_routing, "route", "route_grad", "expert_rows")
+    on_cpus(of_routing, "route", "route_grad", "expert_rows", "count_choices")
     on_cpus(of_experts, "gather_rows", "combine", "spread_rows", "row_dots")
     both, tests = (False, True), test_routing
     for sizes, way, with_bias in product(
@@ -126,13 +126,15 @@ def routes() -> None:
         tests.test_extreme_and_missing_numbers(*way, "cpu")
         for got, want in zip(*(run(odd, None, 2, *way, 1.0) for run in (route, route.definition)), strict=True):
             torch.testing.assert_close(got, want, equal_nan=True)
+    for case in tests.CHOICES:
+        tests.test_choices_of_counted_tokens_are_counted(case, "cpu")
     for case, part in product(tests.CHOICES, (None, (0, 1), (1, 2), (3, 1))):
         tests.test_rows_lie_by_expert_token_and_slot(case, part, "cpu")
     for rows in test_expert_rows.ROWS:
         test_expert_rows.test_each_row_is_given_its_token(rows, torch.float32, "cpu")
         for D, is_weighted in product((48, 129, 2560), both):
             test_expert_rows.test_combine(rows, D, is_weighted, torch.float32, "cpu")
-    assert launched == {"kernels": 378}, launched
+    assert launched == {"kernels": 385}, launched
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.kernels.collectives import Group, all_reduce, named_group
-from titanlite.kernels.operators import operator
+from titanlite.kernels.operators import device_code, operator
+
+_launch_count = device_code("routing.launch_count_choices")
 
 
 def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Group | None = None) -> Tensor:
@@ -64,7 +66,15 @@ class _WithLoss(torch.autograd.Function):
         return grad, ctx.saved_tensors[0], None
 
 
-@operator("count_choices", None)
+def _count_on_gpus(choices: Tensor, is_counted: Tensor, n_experts: int, group: str | None = None) -> Tensor:
+    return _all_counts(_launch_count(choices, is_counted, n_experts), group)
+
+
+def _all_counts(counts: Tensor, group: str | None) -> Tensor:
+    return counts if group is None else all_reduce(counts, "sum", named_group(group))
+
+
+@operator("count_choices", _count_on_gpus)
 def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: str | None = None) -> Tensor:
     """Count the tokens that chose each expert.
 
@@ -80,40 +90,39 @@ def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: st
     """
     counts = torch.zeros(n_experts, dtype=torch.int64, device=choices.device)
     counts = counts.scatter_add(0, choices.flatten().long(), is_counted.long().repeat_interleave(choices.shape[1]))
-    return counts if group is None else all_reduce(counts, "sum", named_group(group))
+    return _all_counts(counts, group)
 
 
-@operator(
-    "count_routing",
-    None,
-    "(Tensor choices, Tensor is_counted, Tensor logits, Tensor losses, Tensor share, "
-    "Tensor(a!) counts, Tensor(b!) sums) -> Tensor",
-)
-def count_routing(
-    choices: Tensor,
-    is_counted: Tensor,
-    logits: Tensor,
-    losses: Tensor,
-    share: Tensor,
-    counts: Tensor,
-    sums: Tensor,
-) -> Tensor:
+@operator("count_routing", None, "(Tensor counted, Tensor numbers, Tensor(a!) counts, Tensor(b!) sums) -> Tensor")
+def count_routing(counted: Tensor, numbers: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
     """Add the numbers of a micro-batch's routing to the running sums `counts` and `sums`.
 
     Recomputation in backward must not add them again, so activation checkpointing always keeps the result.
 
     Args:
-        logits, choices, is_counted: see `router_losses`.
-        losses: [2] float32, balance loss and z-loss.
-        share: [], the micro-batch's share of the step.
-        counts: [E] int64, counted tokens of each expert.
-        sums: [4] float64: entropy of each counted token's distribution over the experts, in nats; balance loss times
-            `share`; z-loss times `share`; `share`.
+        counted: [E] int64, counted tokens of each expert, as `count_choices` counts this rank's.
+        numbers: [4] float64, see `routing_numbers`.
+        counts, sums: [E] int64 and [4] float64.
 
     Returns:
         [0], for activation checkpointing to keep.
     """
-    counts += count_choices.definition(choices, is_counted, len(counts))
+    counts += counted
+    sums += numbers
+    return numbers.new_empty(0)
+
+
+def routing_numbers(logits: Tensor, is_counted: Tensor, losses: Tensor, share: Tensor) -> Tensor:
+    """Return what `MixtureOfExperts.sums` adds up of a micro-batch.
+
+    Args:
+        logits, is_counted: see `router_losses`.
+        losses: [2] float32, balance loss and z-loss.
+        share: [], the micro-batch's share of the step.
+
+    Returns:
+        [4] float64: entropy of each counted token's distribution over the experts, in nats; balance loss times `share`;
+        z-loss times `share`; `share`.
+    """
     entropy = (torch.special.entr(logits.softmax(1)).sum(1) * is_counted).double().sum()
-    sums += torch.cat((entropy[None], (losses * share).double(), share[None].double()))
-    return losses.new_empty(0)
+    return torch.cat((entropy[None], (losses * share).double(), share[None].double()))

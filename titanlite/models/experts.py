@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import experts
-from titanlite.kernels.router_losses import count_routing, router_losses, with_loss
+from titanlite.kernels.router_losses import count_choices, count_routing, router_losses, routing_numbers, with_loss
 from titanlite.kernels.routing import route, router_logits
 from titanlite.kernels.swiglu import BLOCK
 from titanlite.models.layers import Linear, Projection
@@ -67,7 +67,7 @@ class MixtureOfExperts(nn.Module):
     bias: Tensor | None  # [E], saved; added to scores only to choose experts; each step moves it towards equal use
     share: Tensor  # [], this micro-batch's share of the step's targets; the trainer writes it before each micro-batch
     counts: Tensor  # [E] int64, number of counted tokens that chose each expert on this rank since training started
-    sums: Tensor  # [4], sums to which `count_routing` adds
+    sums: Tensor  # [4] float64, the sum of `routing_numbers`
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float) -> None:
         super().__init__()
@@ -107,7 +107,8 @@ class MixtureOfExperts(nn.Module):
         """Count the choices of experts. Return the weights; their backward adds gradients of the router's losses."""
         is_counted = logits.new_ones(len(logits), dtype=torch.bool) if self.is_counted is None else self.is_counted
         losses = router_losses(logits, choices, is_counted, self.group)
-        count_routing(choices, is_counted, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
+        numbers = routing_numbers(logits.detach(), is_counted, losses.detach(), self.share)
+        count_routing(count_choices(choices, is_counted, self.of.n_experts), numbers, self.counts, self.sums)
         if self.of.balance_loss == self.of.z_loss == 0:
             return weights
         loss = (self.of.balance_loss * losses[0] + self.of.z_loss * losses[1]) / self.n_layers

@@ -328,9 +328,10 @@ def test_routing(launches: Launches):
             routing.launch_route(logits, bias, K, score, normalised, scale)
         choices = torch.zeros(M, K, dtype=torch.int32)
         routing.launch_route_grad(grad, logits, choices, score, normalised, scale)
+        routing.launch_count_choices(choices, torch.zeros(M, dtype=torch.bool), E)
         for first, count in ((0, E), (4, 4), (4, 1)):
             routing.launch_expert_rows(choices, first, count)
-    names = "_route", "_route_grad", "_expert_counts", "_expert_begins", "_expert_places"
+    names = "_route", "_route_grad", "_count_choices", "_expert_counts", "_expert_begins", "_expert_places"
     assert {name for name, *_ in launches.by_key} == {*names}  # type: ignore[misc]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.support.needs import DEVICES, slow
 from tests.support.numbers import F32, leaf, normal, some_choices, within
+from titanlite.kernels.router_losses import count_choices
 from titanlite.kernels.routing import SCORES, combine, expert_rows, gather_rows, route, router_logits
 
 # --- router_logits -----------------------------------------------------------------------------------------------
@@ -175,6 +176,15 @@ def test_rows_lie_by_expert_token_and_slot(case, part, device):
     for got, want in zip(expert_rows(choices.to(device), first, count), wanted, strict=True):
         assert got.dtype == torch.int32
         assert got.tolist() == want
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CHOICES)
+def test_choices_of_counted_tokens_are_counted(case, device):
+    choices, E = CHOICES[case]
+    is_counted = torch.arange(len(choices)) % 3 > 0
+    wanted = torch.bincount(choices[is_counted].flatten(), minlength=E)
+    assert count_choices(choices.to(device), is_counted.to(device), E).cpu().equal(wanted)
 
 
 def test_parts_of_the_experts_are_the_whole_in_parts():

@@ -11,7 +11,7 @@ from tests.unit.kernels.test_experts import one_by_one
 from tests.unit.kernels.test_routing import loop_route
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.config.recipe_schema import Experts, ModelDims
-from titanlite.kernels.router_losses import count_routing, router_losses, with_loss
+from titanlite.kernels.router_losses import count_choices, count_routing, router_losses, routing_numbers, with_loss
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.moe import Mixtral
 from titanlite.parallel.initialise import initialise
@@ -156,6 +156,8 @@ def test_a_token_that_could_go_anywhere_has_the_entropy_of_all() -> None:
     counts, sums = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.float64)
     choices, is_counted = torch.tensor([[0], [3], [2]], dtype=torch.int32), torch.tensor([True, True, False])
     losses, share = torch.tensor([1.0, 2.0]), torch.tensor(0.5)
-    count_routing(choices, is_counted, torch.zeros(3, 4), losses, share, counts, sums)
-    assert counts.tolist() == [1, 0, 0, 1]
-    assert sums.tolist() == pytest.approx([2 * torch.tensor(4.0).log().item(), 0.5, 1.0, 0.5])
+    numbers = routing_numbers(torch.zeros(3, 4), is_counted, losses, share)
+    for _ in range(2):
+        count_routing(count_choices(choices, is_counted, 4), numbers, counts, sums)
+    assert counts.tolist() == [2, 0, 0, 2]
+    assert sums.tolist() == pytest.approx([4 * torch.tensor(4.0).log().item(), 1.0, 2.0, 1.0])

@@ -21,6 +21,8 @@ LOGITS = 2048
 CHOICES = 128
 """Choices of experts that a thread block counts and places. It compares each with COLUMNS others at a time."""
 COLUMNS = 32
+COUNTED = 1024
+"""Choices that a thread block of `_count_choices` counts."""
 EXPERTS, COUNTS = 8, 4096
 """Experts whose counts a thread block adds up, and counts that it holds at a time, 16 per thread."""
 
@@ -139,6 +141,17 @@ def _route_grad(
 
 
 @triton.jit
+def _count_choices(
+    choices, is_counted, counts, n, K: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr
+):
+    """Add the number of each expert's choices by counted tokens to `counts`, [E] int64."""
+    i, e = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES), tl.arange(0, WIDTH)
+    expert = tl.load(choices + i, mask=i < n, other=0)
+    found = tl.histogram(expert, WIDTH, mask=(i < n) & (tl.load(is_counted + i // K, mask=i < n, other=0) != 0))
+    tl.atomic_add(counts + e, found.to(tl.int64), mask=(e < E) & (found > 0), sem="relaxed")
+
+
+@triton.jit
 def _expert_counts(choices, slots, counts, n, first, G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr):
     """Count each thread block's choices of G experts from `first` on, [blocks, G], and set all `slots` to -1."""
     block, g = tl.program_id(0), tl.arange(0, WIDTH)
@@ -223,6 +236,19 @@ def launch_route_grad(
             lambda: (*tensors, M, scale, E, K, *how, width, slots, rows), num_warps=4,
         )  # fmt: skip
     return out
+
+
+def launch_count_choices(choices: Tensor, is_counted: Tensor, n_experts: int) -> Tensor:
+    choices, is_counted = choices.contiguous(), is_counted.contiguous()
+    n, top_k = choices.numel(), choices.shape[1]
+    counts = torch.zeros(n_experts, dtype=torch.int64, device=choices.device)
+    if n:
+        tensors, width = (choices, is_counted.view(torch.uint8), counts), max(16, triton.next_power_of_2(n_experts))
+        launch(
+            _count_choices, (n, top_k, n_experts), cdiv(n, COUNTED), tensors,
+            lambda: (*tensors, n, top_k, n_experts, width, COUNTED), num_warps=8,
+        )  # fmt: skip
+    return counts
 
 
 def launch_expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
