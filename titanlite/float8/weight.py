@@ -4,7 +4,6 @@ A shard consists of whole rows, so a rank computes row scales by itself. A singl
 after each update (`titanlite.float8.convert.precompute_scales`).
 """
 
-import functools
 import inspect
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from titanlite.kernels.collectives import Group, all_reduce
-from titanlite.kernels.float8_cast import cast_by, cast_rows
+from titanlite.kernels.float8_cast import cast_by, cast_into, cast_rows
 from titanlite.kernels.float8_scales import scale_of
 
 _aten = torch.ops.aten
@@ -124,12 +123,20 @@ class WeightShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Cast the shard; return (tensors to be gathered, inverse scale that every rank has already, or None)."""
         if self.how.by_row:
-            qdata, scale_inv = cast_rows(self.master, self.how.dtype)
-            # On a single rank FSDP takes only one tensor of each weight.
-            return ((qdata,), scale_inv) if _is_single_rank(mesh) else ((qdata, scale_inv), None)
+            return cast_rows(self.master, self.how.dtype), None
+        return (cast_by(self.master, self._known_scale(mesh), self.how.dtype),), self.scale_inv
+
+    def cast_into(self, out: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Cast the shard, which is the whole weight, to bytes `out`; return the inverse scale, or that of each row."""
+        if self.how.by_row:
+            return cast_into(self.master, None, out)
+        cast_into(self.master, self._known_scale(mesh), out)
+        return cast("Tensor", self.scale_inv)
+
+    def _known_scale(self, mesh: DeviceMesh) -> Tensor:
         if self.scale is None:
             agree_on_scales([self], mesh)
-        return (cast_by(self.master, cast("Tensor", self.scale), self.how.dtype),), self.scale_inv
+        return cast("Tensor", self.scale)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], scale_inv: Tensor | None, dtype: torch.dtype, *, out: Any = None
@@ -147,12 +154,6 @@ class WeightShard(Tensor):
 
 # FSDP reads the signature at each gather, and Python would compute it each time.
 WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _is_single_rank(mesh: DeviceMesh) -> bool:
-    """Return whether FSDP shards weights over a single rank; cached, because `size` of a mesh is slow."""
-    return mesh.size(mesh.ndim - 1) == 1
 
 
 def local_data(parameter: Tensor) -> Tensor:

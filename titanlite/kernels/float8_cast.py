@@ -82,6 +82,21 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return cast_to(x, scale, dtype).contiguous()
 
 
+@operator("cast_into", "float8_cast.launch_cast_into", "(Tensor x, Tensor? scale, Tensor(a!) out) -> Tensor")
+def cast_into(x: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    """Cast to float8 as `cast_by` with a scale, or as `cast_rows` with None, into `out` with as many elements as `x`.
+
+    Returns:
+        Inverse scales of rows, [M, 1] float32, or [0, 1] if the scale is known.
+    """
+    if scale is None:
+        qdata, scale_inv = cast_rows.definition(x, out.dtype)
+    else:
+        qdata, scale_inv = cast_by.definition(x, scale, out.dtype), x.new_empty((0, 1), dtype=torch.float32)
+    out.view_as(x).copy_(qdata)
+    return scale_inv
+
+
 @operator("cast_blocks", "block_cast.launch_cast_blocks")
 def cast_blocks(
     x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None

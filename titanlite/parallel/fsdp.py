@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
-from titanlite.float8.weight import local_data
+from titanlite.float8.weight import WeightShard, local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Embedding
@@ -119,8 +120,13 @@ def apply_fsdp(
             # gloo cannot divide while it reduces, hence the plain sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            if follow and mesh.dp_size > 1 and (group := param_group(module)) is not None:
+            if (group := param_group(module)) is None:
+                continue
+            if follow and mesh.dp_size > 1:
                 group._reduce_scatter_comm = _ReduceScatter()
+            if group.mesh_info.mesh.size(-1) == 1:
+                for param in group.fsdp_params:
+                    param.__class__ = _WholeParam
     if by_copy_engines:
         gathers, reduces = exchanges(mesh)
         gather = PushedAllGather(gathers)
@@ -144,6 +150,29 @@ def _looks_up(embedding: nn.Module) -> bool:
     """Return whether an embedding only looks up rows, so that backward does not need its table."""
     ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
     return ours and "forward" not in vars(embedding) and not embedding._forward_hooks
+
+
+class _WholeParam(FSDPParam):
+    """A parameter on a single shard, which is cast straight into the memory of the gathered weight.
+
+    FSDP casts it to a tensor of its own and copies that.
+    """
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """Return the gathered weight, [number of its elements]; FSDP copies nothing from a tensor to itself."""
+        shard = self._sharded_local_tensor
+        dtype = shard.how.dtype if isinstance(shard, WeightShard) else self.param_dtype or self.orig_dtype
+        self.init_all_gather_outputs([shard.numel()], [dtype], 1, self.device)
+        (whole,) = self.all_gather_outputs
+        alloc_storage(whole)
+        with torch.autograd._unsafe_preserve_version_counter(whole), torch.no_grad():
+            if isinstance(shard, WeightShard):
+                self._extensions_data.all_gather_metadata = shard.cast_into(whole, self.shard_mesh_from_root)
+                self._extensions_data.all_gather_input_sizes = [shard.size()]
+            else:
+                whole.copy_(self._sharded_param_data)
+        return [whole]
 
 
 class _ReduceScatter(DefaultReduceScatter):

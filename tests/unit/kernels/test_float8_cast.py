@@ -13,7 +13,7 @@ from tests.support.numbers import normal
 from titanlite.float8.cast import cast
 from titanlite.kernels import float8_scales
 from titanlite.kernels.block_scaled_matmul import dequantise
-from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_transpose, transpose
+from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_into, cast_rows, cast_transpose, transpose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(256, 128), (130, 67), (1, 48), (2500, 1)]
@@ -54,6 +54,18 @@ def test_bits_are_torchaos(shape, dtype, by_column, pow2, source, device):
         assert qdata.dtype == dtype
         assert torch.equal(qdata.view(torch.uint8), wanted.contiguous().view(torch.uint8))
         assert torch.equal(scale, wanted_scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_casts_into_memory_have_the_bits_of_casts_to_new_tensors(shape, dtype, device):
+    x, half = outliers(*shape, torch.float32, device), torch.full((), 0.5, device=device)
+    by_row, scale_inv = cast_rows(x, dtype)
+    for scale, wanted, wanted_scale in ((None, by_row, scale_inv), (half, cast_by(x, half, dtype), scale_inv[:0])):
+        out = torch.zeros(x.numel(), device=device).to(dtype)
+        assert cast_into(x, scale, out).equal(wanted_scale)
+        assert out.view(torch.uint8).equal(wanted.view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,7 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.needs import DEVICES
 from tests.support.numbers import normal, some_choices
-from titanlite.kernels import block_scaled_matmul, float8_cast, grouped_matmul, norm_rope, rms_norm, swiglu  # noqa: F401
+from titanlite.kernels import (  # noqa: F401
+    block_scaled_matmul,
+    float8_cast,
+    grouped_matmul,
+    norm_rope,
+    rms_norm,
+    router_losses,
+    swiglu,
+)
 from titanlite.kernels.operators import SPLITS
 from titanlite.kernels.rope import rope_table
 from titanlite.kernels.routing import SCORES, expert_rows, route
@@ -87,6 +95,7 @@ def on_cpus() -> dict[str, list[tuple]]:
         "transpose": [(x.to(E4M3),)],
         "cast_rows": [(x, E4M3)],
         "cast_by": [(x, torch.ones(()), E4M3)],
+        "cast_into": [(x, scale, torch.zeros(x.shape).to(E4M3)) for scale in (None, torch.ones(()))],
         "cast_blocks": [(blocks, *rows, E4M3, True) for rows in ((1, 1), (128, 0), (0, 128))],
         "block_scaled_matmul": [(blocks.to(E4M3), scales, blocks.to(E4M3), torch.ones(256, 1), BF16)],
     }

@@ -160,21 +160,26 @@ def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.c
 
 
 def launch_cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return launch_cast_rows(x, dtype, scale)[0]
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    launch_cast_into(x, scale, out)
+    return out
 
 
-def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Run the kernel that serves two operators: `cast_rows` without a scale, and `cast_by` with one."""
-    x = x.contiguous()
+def launch_cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return out, launch_cast_into(x, None, out)
+
+
+def launch_cast_into(x: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    x, known = x.contiguous(), scale is not None
     M, K = x.shape
-    out = torch.empty_like(x, dtype=dtype)
-    scale_inv = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
-    tensors, BK, known = (x, scale, out, scale_inv), min(triton.next_power_of_2(K), 4096), scale is not None
+    scale_inv = x.new_empty((0 if known else M, 1), dtype=torch.float32)
+    tensors, BK = (x, scale, out, scale_inv), min(triton.next_power_of_2(K), 4096)
     launch(
-        _cast_rows, (K, x.dtype, dtype, known), M, tensors,
-        lambda: (*tensors, K, torch.finfo(dtype).max, known, BK), num_warps=8,
+        _cast_rows, (K, x.dtype, out.dtype, known), M, tensors,
+        lambda: (*tensors, K, torch.finfo(out.dtype).max, known, BK), num_warps=8,
     )  # fmt: skip
-    return out, scale_inv
+    return scale_inv
 
 
 def launch_cast_transpose(
