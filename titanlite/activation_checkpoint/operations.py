@@ -12,7 +12,10 @@ BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 GATHER_FROM_RANKS = "titanlite.gather_from_ranks.default"
-TO_OWNERS = ("titanlite.combine_at_owners.default", "titanlite.gradients_at_owners.default")  # the second in backward
+WINDOWS = ("titanlite.combine_windows_at_owners.default", "titanlite.window_gradients_at_owners.default")
+"""Operations that compute the rows of experts beyond the first window: of forward, and of backward."""
+RESULTS_TO_OWNERS = ("titanlite.combine_at_owners.default", WINDOWS[0])
+TO_OWNERS = (*RESULTS_TO_OWNERS, "titanlite.gradients_at_owners.default", WINDOWS[1])  # the last two in backward
 GATHER_MATMUL = "titanlite.all_gather_matmul.default"
 MATMUL_SCATTER = "titanlite.matmul_reduce_scatter.default"
 MEAN, AMAX, MAX = "aten.mean.dim", "aten.amax.default", "aten.max.default"
@@ -22,7 +25,7 @@ GROUPED_MATMUL, SCALED_GROUPED_MATMUL = "titanlite.grouped_matmul.default", "tit
 GATHER_ROWS, SPREAD_ROWS = "titanlite.gather_rows.default", "titanlite.spread_rows.default"
 SWIGLU_CAST, CAST_BLOCKS = "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"
 EXPERT_GATE_CAST = "titanlite.expert_gate_cast.default"
-COUNT_CHOICES = "titanlite.count_choices.default"
+COUNT_CHOICES, EXPERT_ROWS = "titanlite.count_choices.default", "titanlite.expert_rows.default"
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -42,9 +45,9 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "statistics": (MEAN, AMAX, MAX, MAX_OF_RANKS),
     "cast": (CAST, SWIGLU_CAST, CAST_BLOCKS, EXPERT_GATE_CAST),
     "experts": (GROUPED_MATMUL, SCALED_GROUPED_MATMUL),
-    "dispatch": (GATHER_ROWS, SPREAD_ROWS, GATHER_FROM_RANKS, TO_OWNERS[0]),
+    "dispatch": (GATHER_ROWS, SPREAD_ROWS, GATHER_FROM_RANKS, *RESULTS_TO_OWNERS),
     "route": (
-        *("titanlite.router_logits.default", "titanlite.route.default", "titanlite.expert_rows.default"),
+        *("titanlite.router_logits.default", "titanlite.route.default", EXPERT_ROWS),
         *(COUNT_CHOICES, "titanlite.count_routing.default"),
     ),
 }

@@ -21,7 +21,7 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
 
 BLOCK = "block"  # the `op` of a rule for whole blocks, which run without checkpointing
-ENDS = (ops.SCATTER, ops.TO_OWNERS[0])  # operations that belong to the last matmul's layer
+ENDS = (ops.SCATTER, *ops.RESULTS_TO_OWNERS)  # operations that belong to the last matmul's layer
 
 Action = Literal["save", "recompute"]
 

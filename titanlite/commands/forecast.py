@@ -40,6 +40,7 @@ class Forecast:
         tokens_per_second: per GPU.
         notes: parts that are not predicted, and costs that a prediction leaves out; a line each.
         symmetric_memory: bytes on top of the peak that other ranks write into, where the GPUs can do so.
+        later_window: bytes on top of the peak if a rank's experts get rows for two windows of 1.5 times the mean.
         attended: lengths of documents, which give attention's share of plain causal attention.
         between_hosts: milliseconds of a step that collectives between hosts take, hidden or not, by name.
         stage: shape of the stage whose step is predicted, in words; "" if the run has a single stage.
@@ -52,6 +53,7 @@ class Forecast:
     tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
     symmetric_memory: int | None = None
+    later_window: int = 0
     outlook: Outlook | None = None
     attended: AttendedShare | None = None
     stage: str = ""
@@ -60,15 +62,16 @@ class Forecast:
 
     @property
     def on_device(self) -> int:
-        """Return the bytes that a device must hold: the peak and symmetric memory. `memory` must not be None."""
+        """Return the bytes that a device must hold, another window of rows included. `memory` must not be None."""
         assert self.memory is not None  # noqa: S101
-        return self.memory.total + (self.symmetric_memory or 0)
+        return self.memory.total + (self.symmetric_memory or 0) + self.later_window
 
     def as_dict(self) -> dict[str, object]:
         """Return the forecast in JSON's types, with bytes and milliseconds by category."""
         return {
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
             "symmetric_memory_bytes": self.symmetric_memory,
+            "later_window_bytes": self.later_window,
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
             "between_hosts_ms": dict(self.between_hosts),
             "tokens_per_second_per_gpu": self.tokens_per_second,
@@ -116,11 +119,16 @@ def forecast(
         made, whole = byte_size(peak.gradients, beside=of_all), byte_size(of_all)
         later = "exist at the peak; the rest are made later, in memory that activations leave"
         notes.append(f"of {whole} of gradients {made} {later}")
+    if memory.all_windows:
+        second, most = byte_size(memory.later_window), byte_size(memory.all_windows)
+        of = "a window has rows for 1.5 times the mean of a rank's experts"
+        notes.append(f"{of}; more rows take {second} in a second window, and {most} under the worst routing")
     if not peak.logits and memory.logits >= GIB / 10:
         size = byte_size(memory.logits)
         notes.append(f"the logits ({size}) are not part of the peak: it is later in backward, after they are freed")
     if time is None:
-        return Forecast(rates, save_list, peak, notes=tuple(notes), symmetric_memory=memory.symmetric_memory)
+        symmetric, later = memory.symmetric_memory, memory.later_window
+        return Forecast(rates, save_list, peak, notes=tuple(notes), symmetric_memory=symmetric, later_window=later)
     step = time.step(blocks)
     if dims.head_width not in rates.attention:
         measured = ", ".join(map(str, rates.attention))
@@ -141,7 +149,8 @@ def forecast(
     assert peak_flops is not None  # noqa: S101  # known for each device with rates
     goes_on = outlook(config, token_flops(config, dims, attended), memory.world, speed, peak_flops)
     symmetric = memory.symmetric_memory
-    found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
+    later = memory.later_window
+    found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, later, goes_on, attended)
     return replace(found, update=time.update(), between_hosts=time.between_hosts(step))
 
 
@@ -171,6 +180,8 @@ def memory_rows(predicted: Forecast) -> list[list[str]]:
     sizes = predicted.memory.categories() | {"total": predicted.memory.total}
     if predicted.symmetric_memory:
         sizes["symmetric memory, on top"] = predicted.symmetric_memory
+    if predicted.later_window:
+        sizes["a second window of experts' rows, on top"] = predicted.later_window
     return [[name, byte_size(n, beside=sizes["total"])] for name, n in sizes.items()]
 
 
@@ -232,6 +243,8 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     besides = ""
     if pushed := predicted.symmetric_memory:
         besides = f" and {byte_size(pushed)} of symmetric memory (copy engines, where they can)"
+    if later := predicted.later_window:
+        besides += f" and {byte_size(later)} for a second window of experts' rows"
     least = f"at least {predicted.on_device / usable(1):.1f} GiB"
     want = f"{least}: the predicted peak{besides}, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)

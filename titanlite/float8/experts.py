@@ -16,10 +16,21 @@ from titanlite.float8.cast import DTYPES, Cast
 from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.aligned_rows import aligned_rows
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.experts import expert_gate_cast, expert_gate_grad_cast
+from titanlite.kernels.expert_gate import expert_gate_cast, expert_gate_grad_cast
+from titanlite.kernels.expert_windows import (
+    ARITHMETICS,
+    RowGradients,
+    combine_windows_at_owners,
+    first_window,
+    window_gradients_at_owners,
+)
 from titanlite.kernels.float8_cast import cast_rows, cast_transpose, transpose
 from titanlite.kernels.grouped_matmul import scaled_grouped_gradient, scaled_grouped_matmul
+from titanlite.kernels.routing import gather_rows
 from titanlite.kernels.token_exchange import Dispatch, Routing
+
+ROWWISE = "rowwise"
+"""The name of this file's arithmetic in `ARITHMETICS`; its arguments are the fields of `_How`."""
 
 
 class Float8Experts:
@@ -51,6 +62,27 @@ class _Side(NamedTuple):
         return self.cast.scale_inv[self.sources.clamp(min=0)]
 
 
+class _How(NamedTuple):
+    """The dtypes of operands, "e4m3" or "e5m2", and the accumulation of each product, "fast" or "split"."""
+
+    input: str
+    weight: str
+    grad_output: str
+    output: str
+    grad_input: str
+    grad_weight: str
+    dtype: str  # of results
+
+    @classmethod
+    def of(cls, recipe: Float8Recipe, dtype: torch.dtype) -> "_How":
+        dtypes, sums = (recipe.input.dtype, recipe.weight.dtype, recipe.grad_output.dtype), recipe.accumulation
+        return cls(*dtypes, sums.output, sums.grad_input, sums.grad_weight, str(dtype).removeprefix("torch."))
+
+    @property
+    def result(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
 @torch._dynamo.allow_in_graph  # Dynamo cannot see inside weights in float8
 class _Float8Experts(torch.autograd.Function):
     @staticmethod
@@ -65,85 +97,162 @@ class _Float8Experts(torch.autograd.Function):
         recipe: Float8Recipe,
         *group: str | int,
     ) -> Tensor:
-        ctx.to = to = Dispatch(*group)
-        c, fast = Cast(*cast_rows(x, DTYPES[recipe.input.dtype])), recipe.accumulation.output == "fast"
+        ctx.to, how = (to := Dispatch(*group)), _How.of(recipe, x.dtype)
+        c = Cast(*cast_rows(x, DTYPES[how.input]))
         *sent, every = to.gathered(*c, choices)
         routing = to.routing(every, count)
-        _, slots, offsets = routing
-        a = _product_of_rows(_sent(Cast(*sent), routing, to), _by_expert(w13, count, recipe), offsets, x.dtype, fast)
-        h = Cast(*expert_gate_cast(a, slots, DTYPES[recipe.input.dtype]))
-        o = _product_of_rows(h, _by_expert(w2, count, recipe), offsets, x.dtype, fast)
+        first, has_later = first_window(routing, to, count)
+        _, slots, offsets = first
+        by_expert = [_by_expert(_straight(w, how), count) for w in (w13, w2)]
+        a = _product_of_rows(_sent(Cast(*sent), first, to), by_expert[0], offsets, how, how.output)
+        o = _float8_results(a, by_expert[1], slots, offsets, how)
         ctx.save_for_backward(*c, weights, choices if group else None, a, w13, w2, *routing)
-        ctx.count, ctx.recipe = count, recipe
-        return to.sums(o, routing, choices, weights, count)
+        ctx.count, ctx.how = count, how
+        if not has_later:
+            return to.sums(o, first, choices, weights, count)
+        of_all = o, routing.slots, choices, weights, count, routing.offsets
+        return combine_windows_at_owners(*of_all, [*sent, *by_expert[0], *by_expert[1]], _how_in_words(how), to.name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *c, weights, choices, a, w13, w2, rows, slots, offsets = ctx.saved_tensors
-        recipe, dtype, count, to, routing = ctx.recipe, grad.dtype, ctx.count, ctx.to, Routing(rows, slots, offsets)
-        fast = recipe.accumulation.grad_input == "fast"
-        g = Cast(*cast_rows(grad.contiguous(), DTYPES[recipe.grad_output.dtype]))
+        how, count, to, routing = ctx.how, ctx.count, ctx.to, Routing(rows, slots, offsets)
+        first, has_later = first_window(routing, to, count)
+        g = Cast(*cast_rows(grad.contiguous(), DTYPES[how.grad_output]))
         for_w13, for_w2 = ctx.needs_input_grad[3:5]
-        *of_all, weights = to.gathered(*g, *(c if for_w13 else ()), weights)
+        *of_all, weights = to.gathered(*g, *(c if for_w13 or has_later else ()), weights)
         g, c = Cast(*of_all[:2]), of_all[2:]
-        d_h = _product_of_rows(_sent(g, routing, to), _transposed(w2, count, recipe, g.qdata), offsets, dtype, fast)
-        cast = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[recipe.grad_output.dtype])
-        (d_a, h), dots = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
-        d_rows = _product_of_rows(d_a, _transposed(w13, count, recipe, d_a.qdata), offsets, dtype, fast)
-        d_x, d_weights = to.gradients(d_rows, routing, choices, dots, count)
-        row_of, token_of, begins = aligned_rows(slots, offsets, weights.shape[1])
-        weight = weights.flatten()[slots.clamp(min=0)][:, None]
-        weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
-        how = begins, recipe, dtype
-        d_w2 = _gradient(_Side(g, token_of), weighed, *how) if for_w2 else None
-        d_w13 = _gradient(_Side(d_a, row_of), _Side(Cast(*c), token_of), *how) if for_w13 else None
+        w2_t = _transposed(_straight(w2, how), count, how, g.qdata)
+        d_h = _product_of_rows(_sent(g, first, to), w2_t, first.offsets, how, how.grad_input)
+        d_a, h, dots = _through_gate(d_h, a, weights, first.slots, how)
+        w13 = _straight(w13, how)
+        w13_t = _transposed(w13, count, how, d_a.qdata)
+        d_rows = _product_of_rows(d_a, w13_t, first.offsets, how, how.grad_input)
+        x = Cast(*c) if for_w13 else None
+        if not has_later:  # d_rows is freed before the weights' gradients are computed
+            d_x, d_weights = to.gradients(d_rows, first, choices, dots, count)
+        d_w13, d_w2 = _of_weights(g, x, d_a, h, weights, first.slots, first.offsets, how, for_w2)
+        if has_later:
+            of_all = d_rows, slots, choices, dots, count, offsets, weights
+            given = [*g, *c, *_by_expert(w13, count), *w13_t, *w2_t]
+            d_x, d_weights = window_gradients_at_owners(*of_all, given, d_w13, d_w2, _how_in_words(how), to.name)
+        d_w13, d_w2 = (None if w is None else w.flatten(0, 1) for w in (d_w13, d_w2))
         return d_x, d_weights, None, d_w13, d_w2, None, None, *[None] * 3 * (to.group is not None)
+
+
+def _how_in_words(how: _How) -> str:
+    return " ".join((ROWWISE, *how))
 
 
 def _sent(c: Cast, routing: Routing, to: Dispatch) -> Cast:
     """Copy the float8 bytes and scales of tokens to the rows of their experts."""
-    K = routing.rows.shape[1]
-    return Cast(to.rows(c.qdata, routing), c.scale_inv[routing.slots.clamp(min=0) // K])
+    return Cast(to.rows(c.qdata, routing), _scales_of(c, routing.slots, routing.rows.shape[1]))
 
 
-def _product_of_rows(a: Cast, weight: Cast, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    return scaled_grouped_matmul(a.qdata, weight.qdata, a.scale_inv, weight.scale_inv, offsets, dtype, fast)
+def _rows_of(c: Cast, slots: Tensor, top_k: int) -> Cast:
+    """Copy the float8 bytes and scales of tokens to rows with these slots."""
+    return Cast(gather_rows(c.qdata, slots, top_k), _scales_of(c, slots, top_k))
 
 
-def _straight(weight: Tensor, recipe: Float8Recipe) -> Cast:
+def _scales_of(c: Cast, slots: Tensor, top_k: int) -> Tensor:
+    return c.scale_inv[slots.clamp(min=0) // top_k]
+
+
+def _product_of_rows(a: Cast, weight: Cast, offsets: Tensor, how: _How, sums: str) -> Tensor:
+    scales = a.scale_inv, weight.scale_inv
+    return scaled_grouped_matmul(a.qdata, weight.qdata, *scales, offsets, how.result, sums == "fast")
+
+
+def _float8_results(a: Tensor, w2: Cast, slots: Tensor, offsets: Tensor, how: _How) -> Tensor:
+    h = Cast(*expert_gate_cast(a, slots, DTYPES[how.input]))
+    return _product_of_rows(h, w2, offsets, how, how.output)
+
+
+def _through_gate(d_h: Tensor, a: Tensor, weights: Tensor, slots: Tensor, how: _How) -> tuple[Cast, Cast, Tensor]:
+    """Return the gradient of `a`, the gate's result, both cast, and the gradient of the weights."""
+    *cast, dots = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[how.grad_output])
+    return Cast(*cast[:2]), Cast(*cast[2:]), dots
+
+
+def _of_weights(
+    g: Cast,
+    x: Cast | None,
+    d_a: Cast,
+    h: Cast,
+    weights: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    how: _How,
+    for_w2: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of w13 and w2 from all tokens' gradients `g` and tokens `x`; None for one without."""
+    row_of, token_of, begins = aligned_rows(slots, offsets, weights.shape[1])
+    weight = weights.flatten()[slots.clamp(min=0)][:, None]
+    weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
+    d_w2 = _gradient(_Side(g, token_of), weighed, begins, how) if for_w2 else None
+    d_w13 = None if x is None else _gradient(_Side(d_a, row_of), _Side(x, token_of), begins, how)
+    return d_w13, d_w2
+
+
+def _straight(weight: Tensor, how: _How) -> Cast:
     if isinstance(weight, GatheredWeight):
         return Cast(weight.qdata, weight.scale_inv)
-    return Cast(*cast_rows(weight, DTYPES[recipe.weight.dtype]))
+    return Cast(*cast_rows(weight, DTYPES[how.weight]))
 
 
-def _by_expert(weight: Tensor, E: int, recipe: Float8Recipe) -> Cast:
-    """Cast the stacked weights [E·N, K] of E experts by row; return [E, N, K] with inverse scales [E, N]."""
-    qdata, scale_inv = _straight(weight, recipe)
-    return Cast(qdata.unflatten(0, (E, -1)), scale_inv.view(E, -1))
+def _by_expert(weight: Cast, E: int) -> Cast:
+    """View the stacked weights [E·N, K] of E experts, cast by row, as [E, N, K] with inverse scales [E, N]."""
+    return Cast(weight.qdata.unflatten(0, (E, -1)), weight.scale_inv.view(E, -1))
 
 
-def _transposed(weight: Tensor, E: int, recipe: Float8Recipe, after: Tensor) -> Cast:
+def _transposed(weight: Cast, E: int, how: _How, after: Tensor) -> Cast:
     """Cast the transposes of the weights [E·N, K] of E experts, after the tensor `after` exists; return [E, K, N], with
     inverse scales [1, K] that all experts share."""
-    c = _straight(weight, recipe)
-    qdata, scale_inv = cast_transpose(*c, True, DTYPES[recipe.weight.dtype], True, after)
+    qdata, scale_inv = cast_transpose(*weight, True, DTYPES[how.weight], True, after)
     return Cast(qdata.unflatten(1, (E, -1)).transpose(0, 1), scale_inv.t())
 
 
-def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a weight, [E·N, K], as the product of the transposed operands.
+def _gradient(grad: _Side, x: _Side, begins: Tensor, how: _How) -> Tensor:
+    """Return the gradient of a weight, [E, N, K], as the product of the transposed operands.
 
     The narrower one is multiplied by the scales of both and cast again. `begins`: first aligned row of each expert.
     """
     of_grad = grad.cast.qdata.shape[1] <= x.cast.qdata.shape[1]
     narrow, wide = (grad, x) if of_grad else (x, grad)
-    operand = recipe.grad_output if of_grad else recipe.input
+    operand = DTYPES[how.grad_output if of_grad else how.input]
     factors = narrow.factors() * wide.factors()
-    again, scale_inv = cast_transpose(
-        narrow.cast.qdata, factors, True, DTYPES[operand.dtype], True, None, narrow.sources
-    )
+    again, scale_inv = cast_transpose(narrow.cast.qdata, factors, True, operand, True, None, narrow.sources)
     other = transpose(wide.cast.qdata, None, wide.sources)
     operands = (again, other, scale_inv, None) if of_grad else (other, again, None, scale_inv)
-    fast = recipe.accumulation.grad_weight == "fast"
-    return scaled_grouped_gradient(*operands, begins, dtype, fast).flatten(0, 1)
+    return scaled_grouped_gradient(*operands, begins, how.result, how.grad_weight == "fast")
+
+
+class _Float8Windows:
+    """Computes windows after the first. Given are all ranks' tokens and the experts' weights, with inverse scales."""
+
+    def __init__(self, *how: str) -> None:
+        self.how = _How(*how)
+
+    def results(self, given: list[Tensor], top_k: int, slots: Tensor, offsets: Tensor) -> Tensor:
+        x, w13, w2 = _casts(given)
+        a = _product_of_rows(_rows_of(x, slots, top_k), w13, offsets, self.how, self.how.output)
+        return _float8_results(a, w2, slots, offsets, self.how)
+
+    def gradients(
+        self, given: list[Tensor], weights: Tensor, slots: Tensor, offsets: Tensor, for_w13: bool, for_w2: bool
+    ) -> RowGradients:
+        (g, x, w13, w13_t, w2_t), how, top_k = _casts(given), self.how, weights.shape[1]
+        a = _product_of_rows(_rows_of(x, slots, top_k), w13, offsets, how, how.output)
+        d_h = _product_of_rows(_rows_of(g, slots, top_k), w2_t, offsets, how, how.grad_input)
+        d_a, h, dots = _through_gate(d_h, a, weights, slots, how)
+        d_rows = _product_of_rows(d_a, w13_t, offsets, how, how.grad_input)
+        d_w13, d_w2 = _of_weights(g, x if for_w13 else None, d_a, h, weights, slots, offsets, how, for_w2)
+        return RowGradients(d_rows, dots, d_w13, d_w2)
+
+
+def _casts(given: list[Tensor]) -> list[Cast]:
+    return [Cast(*pair) for pair in zip(given[::2], given[1::2], strict=True)]
+
+
+ARITHMETICS[ROWWISE] = _Float8Windows

@@ -204,6 +204,21 @@ class MemoryModel:
         in_place = ranks > 1 and not self.run.exchange_by_nccl
         return of_blocks + (received * ranks // (ranks - 1) if in_place else 0)
 
+    @property
+    def later_window(self) -> int:
+        """Return the bytes beyond the peak if a rank's experts have rows for two windows (`expert_windows.py`)."""
+        return max((block.later_windows[0] for block in self.run.blocks), default=0)
+
+    @property
+    def all_windows(self) -> int:
+        """Return `later_window` for the worst routing."""
+        return max((block.later_windows[1] for block in self.run.blocks), default=0)
+
+    @property
+    def beyond_peak(self) -> int:
+        """Return the bytes that a device needs beside the peak: symmetric memory, and another window of rows."""
+        return self.symmetric_memory + self.later_window
+
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak of memory under a save-list.
 

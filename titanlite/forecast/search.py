@@ -117,8 +117,8 @@ class Candidate:
 
     @property
     def on_device(self) -> int:
-        """Return the bytes on a GPU at the peak, symmetric memory included."""
-        return self.peak + self.memory.symmetric_memory
+        """Return the bytes on a GPU at the peak, with symmetric memory, and another window of experts' rows."""
+        return self.peak + self.memory.beyond_peak
 
     @property
     def needed(self) -> int:
@@ -222,7 +222,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
         # No list is faster than keeping everything, so `auto` is not tried where even this gains little.
         most = max((candidate.tokens_per_second for candidate in found), default=0.0)
         if any(candidate.fits for candidate in found) and most > _WORTH * fastest and base.setting.rates:
-            of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.symmetric_memory / GIB
+            of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.beyond_peak / GIB
             made.append(layout.keeping(recipes.AUTO, None, int(of_device * 10) / 10))
     return [*(candidate for _, found in named for candidate in found), *made]
 
@@ -338,7 +338,7 @@ def changes_that_fit(
         return _fastest_first(sorted(found, key=lambda other: -other.peak), unknown)
 
     lists = fitting(_save_lists(run), as_now)
-    budget = math.floor((limit - model.symmetric_memory * of_device) / GIB * 10) / 10
+    budget = math.floor((limit - model.beyond_peak * of_device) / GIB * 10) / 10
     if limit < run.needed and model.peak_under(LEAST).total <= usable(budget):
         is_auto = run.config.activation_checkpoint.budget_gib is not None
         flag = "" if is_auto else "--activation_checkpoint.recipe auto "

@@ -302,10 +302,17 @@ class StepTimeModel:
         """Return the TFLOP/s of a product of experts, by the mean number of rows of an expert."""
         args = each.call[1]
         (offsets,) = (shape for shape in args if isinstance(shape, Shape) and shape.dtype == torch.int32)
-        by_column = each.op == ops.GRADIENTS_OF_EXPERTS[1]  # operands are transposed
-        rows = args[0].size[by_column] / self.run.expert_parallel / (offsets.size[0] - 1)
+        rows = each.flops / 2 / self._weight_of_expert(each) / (offsets.size[0] - 1)
         fast = bool(args[-1]) if each.in_float8 else None
         return self.rates.grouped_of(rows, each.op in ops.GRADIENTS_OF_EXPERTS, fast)
+
+    def _weight_of_expert(self, each: Operation | Activation) -> int:
+        """Return the elements of an expert's weight in a product of experts."""
+        left, right = each.call[1][:2]
+        if each.op not in ops.GRADIENTS_OF_EXPERTS:
+            return math.prod(right.size[1:])
+        by_column = each.op == ops.GRADIENTS_OF_EXPERTS[1]  # operands are transposed
+        return left.size[1 - by_column] * right.size[1 - by_column]
 
     def _copied(self) -> float:
         """Return the bytes moved in a micro-step by casts of shards and by copies from and to FSDP's flat buffers."""

@@ -6,6 +6,7 @@ this takes a second or two, and ten more to compile.
 """
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -76,7 +77,8 @@ def operands(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Make an operation's operands, (args, kwargs): random numbers, and indices like those of an average micro-step.
 
-    One in P = `expert_ranks` rows of experts holds a token. `sequences` are those of a context-parallel rank.
+    As many rows of experts hold a token as in the mean of P = `expert_ranks` ranks. `sequences` are those of a
+    context-parallel rank.
     """
     _, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)
@@ -87,9 +89,14 @@ def operands(
         window, of = args[-1], sequences
         args = [*args[:3], of.starts, *of.bounds[window], of.places, *of.exchanges[window], of.group, *args[-2:]]
     if activation.op in CLASSES["experts"]:
-        args = [_even_groups(a, len(args[0]) // expert_ranks) if _is_index(a) else a for a in args]
+        rows = activation.flops // (2 * math.prod(args[1].shape[1:]))
+        args = [_even_groups(a, rows) if _is_index(a) else a for a in args]
     if activation.op in CLASSES["dispatch"]:
-        args = [_in_order(a, expert_ranks) if _is_places(a, activation.op) else a for a in args]
+        slots = int(len(args[0]) * args[2]) if activation.op == ops.GATHER_ROWS else None
+        places = [_in_order(a, expert_ranks, slots) if _is_places(a, activation.op) else a for a in args]
+        if activation.op in ops.WINDOWS:  # whose sixth argument are the offsets of groups
+            places[5] = _even_groups(args[5], len(args[1]) // expert_ranks)
+        args = places
     return [*args], kwargs
 
 
@@ -98,10 +105,10 @@ def _is_places(argument: object, op: str) -> bool:
     return _is_index(argument) and (argument.dim() == 1 or op not in ops.EXCHANGES)  # type: ignore[attr-defined]
 
 
-def _in_order(places: Tensor, expert_ranks: int) -> Tensor:
-    """Return a slot for each row: every P-th slot in order, then -1 (none); P = `expert_ranks`."""
+def _in_order(places: Tensor, expert_ranks: int, slots: int | None) -> Tensor:
+    """Return a slot for each row: every P-th of the slots, as many as rows if None, then -1; P = `expert_ranks`."""
     every = torch.arange(places.numel(), dtype=places.dtype, device=places.device) * expert_ranks
-    return torch.where(every < places.numel(), every, -1).view_as(places)
+    return torch.where(every < (slots or places.numel()), every, -1).view_as(places)
 
 
 def _is_index(argument: object) -> bool:

@@ -6,6 +6,7 @@ block takes a tenth of a second. `activation_cost.py` derives the bytes and reco
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.data.document_starts import twice_attended
 from titanlite.forecast.traced_block import ExpertRanks, Operation, Shape, TracedBlock
+from titanlite.kernels.expert_windows import compute_window, most_windows
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.experts import product_names
 from titanlite.models.layers import CausalAttention
@@ -44,7 +46,7 @@ def trace(
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
         args: the block's arguments, like `kwargs`. Tensors that get a gradient have `requires_grad`; they are detached.
-        experts: the P expert-parallel ranks. Rows have room for the worst routing: on average one in P holds a token.
+        experts: the P expert-parallel ranks. Rows have more room than the mean routing needs (`expert_windows.py`).
     """
 
     def apart(tensor: Tensor) -> Tensor:
@@ -86,7 +88,8 @@ def trace(
         forward=tuple(made[:n_forward]),
         backward=tuple(made[n_backward:]),
         sizes=recorder.sizes,
-        seldom=recorder.seldom,
+        in_use=recorder.in_use,
+        later_windows=recorder.later_windows,
         given=frozenset(weights | others),
         given_to=pytree.tree_map_only(Tensor, Shape.of, (args, kwargs)),
         stream=frozenset(recorder.known(*stream)),
@@ -138,7 +141,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
-        self.seldom: dict[int, int] = {}  # of rows of experts: rows per row in use
+        self.in_use: dict[int, Fraction] = {}  # of rows of experts: the share that holds a token, in the mean
+        self.later_windows = 0, 0
         self.tokens: set[int] = set()  # values that depend on the block's input
         self.peak = self.widest = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # the reference keeps its key from reuse
@@ -147,6 +151,7 @@ class _Recorder(TorchDispatchMode):
         self._before: set[int] = set()
         self._levels: dict[int, int] = {}
         self._itemsize, self._experts = itemsize, experts
+        self._mean_rows, self._share = 0, Fraction(1)
 
     def known(self, *tensors: Tensor) -> list[int]:
         """Return the numbers of tensors' storages; a new storage gets the next number."""
@@ -187,6 +192,12 @@ class _Recorder(TorchDispatchMode):
             return out
         makes = self.known(*results)
         inside = _memory_of_nccl(op, args, self._experts) + _memory_of_keys(op, args, results)
+        if op == ops.EXPERT_ROWS:
+            self._mean_rows = len(results[1]) // self._experts.count
+        elif op == ops.GATHER_ROWS and self._experts.count > 1:
+            self._share = Fraction(self._mean_rows, len(results[0]))
+        elif op in ops.WINDOWS:
+            self.later_windows = max(self.later_windows, _memory_of_later_windows(args))
         self._count_live(results, inside)
         if not func._schema.is_mutable:
             makes = [value for value in makes if value not in reads]
@@ -194,12 +205,12 @@ class _Recorder(TorchDispatchMode):
             return out
         if self._experts.count > 1 and op in ops.MAKE_ROWS:
             rows = len(next(t for t in results if t.dim() > 1))
-            self.seldom |= dict.fromkeys(self.known(*(t for t in results if len(t) == rows)), self._experts.count)
+            self.in_use |= dict.fromkeys(self.known(*(t for t in results if len(t) == rows)), self._share)
         of_tokens = not reads or not self.tokens.isdisjoint(reads)
         if of_tokens:
             self.tokens.update(makes)
         fusible = torch.Tag.pointwise in func.tags or name in _FUSIBLE
-        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._experts)
+        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._experts, self._share)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
         after = level if fusible or name in _IN_A_ROW else level + 1  # scaling by a maximum is one more pass
@@ -241,10 +252,12 @@ def _cost(
     results: list[Tensor],
     itemsize: int,
     experts: ExpertRanks,
+    in_use: Fraction,
 ) -> tuple[int, int, int]:
     """Return (FLOPs, bytes read, written and received, bytes received from other ranks) of an operation.
 
     Statistics and casts are fused with the elementwise work around them, so they read their input in the block's dtype.
+    `in_use` is the share of experts' rows that hold a token.
     """
     moved, expert_ranks = sum(t.nbytes for t in given) + sum(t.nbytes for t in results), experts.count
     if op in CLASSES["attention"]:
@@ -265,10 +278,10 @@ def _cost(
         return 2 * results[0].numel() * K, moved, 0
     if op in CLASSES["experts"]:
         rows = args[0].nbytes + results[0].nbytes
-        return 2 * results[0].numel() * args[0].shape[1] // expert_ranks, moved - rows + rows // expert_ranks, 0
+        return int(2 * results[0].numel() * args[0].shape[1] * in_use), moved - rows + int(rows * in_use), 0
     if op in ops.GRADIENTS_OF_EXPERTS:
         R = args[0].shape[0 if op == ops.GRADIENTS_OF_EXPERTS[0] else 1]
-        return 2 * R * results[0].shape[1] * results[0].shape[2] // expert_ranks, moved, 0
+        return int(2 * R * results[0].shape[1] * results[0].shape[2] * in_use), moved, 0
     if op in ops.EXCHANGES:
         gathers, made = op == ops.GATHER_FROM_RANKS, sum(t.nbytes for t in results)
         arrived = made if gathers else _rows_of_owner(*args)
@@ -284,7 +297,7 @@ def _cost(
     if op == ops.MAX_OF_RANKS:
         return 0, results[0].nbytes, results[0].nbytes
     if op in (ops.GATHER_ROWS, ops.SPREAD_ROWS):
-        return 0, sum(t.nbytes for t in given) + sum(t.nbytes for t in results) // expert_ranks, 0
+        return 0, sum(t.nbytes for t in given) + int(sum(t.nbytes for t in results) * in_use), 0
     read = given[0].numel() * min(itemsize, given[0].itemsize) if given else 0
     if op in CLASSES["statistics"]:
         return given[0].numel() * (2 if op == ops.MEAN else 1), read, 0
@@ -300,6 +313,33 @@ def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
     """
     by_nccl = op in ops.TO_OWNERS and experts.by_nccl
     return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that are alive at once of what operations make, without the storages of the tensors `given`."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.bytes, self._made = 0, list[tuple[StorageWeakRef, int]]()
+        self._apart = {t.untyped_storage()._cdata for t in given}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = self._apart | {ref.cdata for ref, _ in self._made}
+        storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        self._made += [(StorageWeakRef(s), s.nbytes()) for s in storages if s._cdata not in known]
+        self._made = [(ref, size) for ref, size in self._made if not ref.expired()]
+        self.bytes = max(self.bytes, sum(size for _, size in self._made))
+        return out
+
+
+def _memory_of_later_windows(args: Any) -> tuple[int, int]:
+    """Return the most bytes that one of `ops.WINDOWS` makes at once, for one window after the first and for the most:
+    each more keeps its results."""
+    with _Peak(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)) as peak:
+        compute_window(*args)
+    o, slots, n_experts = args[0], args[1], args[4]
+    return peak.bytes, peak.bytes + (most_windows(len(slots), len(o), n_experts) - 2) * o.nbytes
 
 
 def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:

@@ -6,6 +6,7 @@ storage, so a view is the same value as its base.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -82,8 +83,9 @@ class TracedBlock:
     Attributes:
         layers: names of its linear layers, as save-lists spell them.
         sizes: bytes of each value, by its number.
-        seldom: for values that are rows of experts, the mean number of rows per row in use, with expert-parallel ranks.
+        in_use: for values that are rows of experts, the share of rows in use in the mean, with expert-parallel ranks.
             Kernels skip unused rows.
+        later_windows: most bytes that windows of experts' rows after the first take: one of them, and for any routing.
         given: values that exist before forward: weights, and the block's arguments.
         given_to: shapes of the block's arguments, positional and by name.
         stream: arguments that have a gradient, which every checkpointed block keeps.
@@ -99,7 +101,8 @@ class TracedBlock:
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     sizes: Mapping[int, int]
-    seldom: Mapping[int, int]
+    in_use: Mapping[int, Fraction]
+    later_windows: tuple[int, int]
     given: frozenset[int]
     given_to: tuple[Any, Any]
     stream: frozenset[int]
@@ -190,7 +193,7 @@ class TracedBlock:
 
     def _bytes_in_use(self, values: Iterable[int]) -> int:
         """Return the bytes of some values, without unused rows of experts."""
-        return sum(self.sizes[value] // self.seldom.get(value, 1) for value in values)
+        return sum(int(self.sizes[value] * self.in_use.get(value, 1)) for value in values)
 
     def _sources(self, value: int) -> set[int]:
         """Return the values that compiled backward reads for a value of forward: itself, or the inputs to remake it."""

@@ -33,11 +33,12 @@ def no_token_exchange(group: str, device: Device | None = None) -> str | None:
     return too_many_ranks(named_group(group).size) or no_shared_memory(group, EXPERTS, n_slots=1, device=device)
 
 
-def _by_collectives(*arguments: Any) -> str | None:
+def by_collectives(*arguments: Any) -> str | None:
+    """Return why NCCL runs an operator whose last argument is a group, or None: its own kernels do."""
     return no_token_exchange(arguments[-1])
 
 
-@operator("gather_from_ranks", "token_exchange.launch_gather", unless=_by_collectives)
+@operator("gather_from_ranks", "token_exchange.launch_gather", unless=by_collectives)
 def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
     """Concatenate the tensors of all ranks along dim 0.
 
@@ -51,8 +52,11 @@ def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
     return [all_gather(as_bytes(x), named_group(group)).view(x.dtype) for x in own]
 
 
-def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
-    """Return the bytes stored to peers: slots' rows and, in backward, gradients of weights. None if NCCL sends them."""
+def sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
+    """Return the bytes stored to peers: slots' rows and, in backward, gradients of weights. None if NCCL sends them.
+
+    The arguments after the device are those of an operator that sends rows `o` to the owners of their tokens.
+    """
     of = named_group(others[-1])
     if not device.is_gpu or no_token_exchange(of.name, device):
         return None
@@ -61,7 +65,7 @@ def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *
     return [Sent("all_to_all", choices.numel() * (of.size - 1) // of.size * each)]
 
 
-@operator("combine_at_owners", "token_exchange.launch_combine_at_owners", sends=_sent_to_owners, unless=_by_collectives)
+@operator("combine_at_owners", "token_exchange.launch_combine_at_owners", sends=sent_to_owners, unless=by_collectives)
 def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str) -> Tensor:
     """Send rows to the ranks that own their tokens, and add up the rows of each token as `combine` does.
 
@@ -80,7 +84,7 @@ def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor
 
 
 @operator(
-    "gradients_at_owners", "token_exchange.launch_gradients_at_owners", sends=_sent_to_owners, unless=_by_collectives
+    "gradients_at_owners", "token_exchange.launch_gradients_at_owners", sends=sent_to_owners, unless=by_collectives
 )
 def gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
@@ -126,6 +130,11 @@ class Dispatch:
 
     def __init__(self, *group: str | int) -> None:
         self.group = Group(*group) if group else None  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the group; "" without one."""
+        return "" if self.group is None else self.group.name
 
     def gathered(self, *own: Tensor) -> tuple[Tensor, ...]:
         """Gather tensors [M, …], which have an entry per token, from all ranks to [P·M, …]."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.kernels.expert_windows import window_rows
 from titanlite.kernels.experts import PlainExperts
 from titanlite.kernels.token_exchange import no_token_exchange
 from titanlite.models.experts import MixtureOfExperts
@@ -70,11 +71,15 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
     on = mesh.built_for
     why = no_token_exchange(group.name, on) if on.is_gpu else "there are no GPUs"
     missed = (Skipped("exchange of tokens", why),) if on.is_gpu and why else ()
+    of_all = tokens * group.size
+    rows = [
+        window_rows(group.size, of_all, layer.of.top_k, layer.of.n_experts // group.size) for layer in layers.values()
+    ]
     applied = {
         "layers": len(layers),
         "experts of a rank": each[0] if len(each) == 1 else each,
         "tokens travel by": "copy engines, and stores to peers" if why is None else f"collectives: {why}",
-        "rows kept for the worst router": tokens * max(layer.of.top_k for layer in layers.values()) * group.size,
+        "rows of a window": max(rows),
         "dropped": 0,
     }
     return Entry("expert_parallel", group.size, applied, count=len(layers), missed=missed, key=KEY)

@@ -223,7 +223,7 @@ def test_the_receipt_names_the_experts_of_all_that_differ(tmp_path: Path) -> Non
     def body() -> None:
         (entry,) = [entry for entry in assemble(asked).receipt.entries if entry.feature == "expert_parallel"]
         assert entry.applied["experts of a rank"] == [2, 4]  # type: ignore[index]
-        assert entry.applied["rows kept for the worst router"] == 64 * 2 * 2  # type: ignore[index]
+        assert entry.applied["rows of a window"] == 3 * 128 * 2 // 4  # type: ignore[index]
 
     run_ranks(body, tmp_path, 2)
 

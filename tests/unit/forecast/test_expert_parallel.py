@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.measured import MEASURED_CONFIGS
-from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES
+from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES, WINDOWS
 from titanlite.commands.planned_run import plan_run
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.toml_file import shipped_folder
@@ -18,6 +18,7 @@ from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel
 from titanlite.forecast.search import LEAST
 from titanlite.forecast.step_time import StepTimeModel, units
 from titanlite.forecast.time_activations import operands
+from titanlite.kernels.expert_windows import window_rows
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recorder.record import record
 
@@ -87,8 +88,8 @@ def test_hosts_are_of_as_many_gpus_as_rates_are_of() -> None:
 
 
 def test_lists_keep_the_exchange_and_what_experts_make() -> None:
-    """`dispatch` the tokens of all ranks and their rows, `experts` the product of w13; what nothing in backward reads,
-    the results that come back, is kept by no list."""
+    """Of the first window `dispatch` keeps the rows, `experts` the product of w13; what nothing in backward reads, the
+    results that come back, is kept by no list."""
     memory = memory_of(4, *BF16)
 
     def held(rule: str) -> int:
@@ -98,27 +99,29 @@ def test_lists_keep_the_exchange_and_what_experts_make() -> None:
         assert "expert_rows" not in repeated
         return costs[0].held - block_costs(memory.run, LEAST)[0].held
 
-    assert held("experts") == 4 * M * K * 2 * F * 2
-    assert held("dispatch") == 4 * M * K * D * 2
+    window = 4 * M  # the rows of 1.5 times the mean, M·K·3/2, would be fewer than an expert can have
+    assert held("experts") == window * 2 * F * 2
+    assert held("dispatch") == window * D * 2
 
 
 @pytest.mark.parametrize("float8", ["none", "rowwise"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_auto_times_has_the_rows_of_the_mean(ranks: int, float8: str) -> None:
-    """Products have M·K rows, though there is room for P times as many; and each rank is sent as many."""
+    """Products have M·K rows, though windows have room for more; and each rank is sent as many."""
     memory, seen = memory_of(ranks, *BF16, f"--float8.recipe={float8}"), list[str]()
     for each in activations(memory.run.blocks[0]):
         args, _ = operands(each, ranks, torch.device("cpu"))
         indices = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int32]
         if each.op in CLASSES["experts"]:
             (offsets,) = indices
-            assert len(args[0]) == ranks * M * K
+            assert len(args[0]) == window_rows(ranks, ranks * M, K, E // ranks)
             assert (len(offsets), offsets[0], offsets[-1]) == (E // ranks + 1, 0, M * K)
             assert (offsets.diff() == M * K * ranks // E).all()
         elif each.op in CLASSES["dispatch"] and indices:
             places = indices[0].flatten()
             of_tokens = places[places >= 0]
-            assert len(places) == ranks * M * K
+            if each.op in WINDOWS:
+                assert (indices[2][0], indices[2][-1]) == (0, M * K)
             assert len(of_tokens.unique()) == len(of_tokens) == M * K
             assert (torch.bincount(of_tokens // (M * K)) == M * K // ranks).all()
         else:
@@ -167,7 +170,8 @@ def test_an_exchange_takes_as_long_as_it_was_measured(name: str, flavor: str, mo
     rates, (block, *_) = measured_rates(), memory.run.blocks
     times = StepTimeModel(memory, rates).times().activations
     found = {each.op.split(".")[1]: 1e3 * seconds for each, seconds in times.items() if each.op in EXCHANGES}
-    (of_backward,) = ops_of(block.backward, "gradients_at_owners")
+    found["combine_at_owners"] = found.pop("combine_windows_at_owners")
+    (of_backward,) = ops_of(block.backward, "window_gradients_at_owners")
     passes = (of_backward.moved - of_backward.received) / rates.memory
     found["gradients_at_owners"] = (of_backward.received / rates.exchange[1] + passes) / 1e6
     assert found == pytest.approx(measured, rel=0.05)

@@ -1,6 +1,7 @@
 """What a machine without a GPU records for an H200 is what a run on two wrote into its receipt.
 
-`tests/data/receipts` has those of torch 2.11 with flash-attn-4, at commit 2effeae7.
+`tests/data/receipts` has those of torch 2.11 with flash-attn-4, at commit 2effeae7, except
+that the number of rows in `ep.json` is of a window, as it is now.
 """
 
 import json

@@ -137,7 +137,7 @@ def test_a_plan_has_no_reduction_of_frozen_parameters_in_whichever_block(tmp_pat
 def test_a_run_of_a_cpu_sends_what_its_definitions_do() -> None:
     run = run_of("qwen3_moe", "EP")
     on_gpus, here = (record(run, WORLD, device) for device in ("h100", None))
-    name = "combine_at_owners"
+    name = "combine_windows_at_owners"
     (stored,) = {each.sent_bytes for each in on_gpus.collectives if each.operator == name}
     (moved,) = {each.sent_bytes for each in here.collectives if each.operator == name}
     assert moved == WORLD * stored  # a collective moves a row for each slot of each rank

@@ -1,4 +1,4 @@
-"""Device code of the gates of `titanlite.kernels.experts`. A thread block takes a row: one token at one expert."""
+"""Device code of `titanlite.kernels.expert_gate`. A thread block takes a row: one token at one expert."""
 
 import torch
 import triton

@@ -3,7 +3,7 @@
 All calls of a group use the same memory, one after the other, each between two barriers of the ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
@@ -103,35 +103,68 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 def launch_combine_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str
 ) -> Tensor:
-    arrived, _ = _at_owners(o, slots, choices, None, group)
+    return launch_combine_parts(o, slots, (), choices, weights, group)
+
+
+def launch_combine_parts(
+    o: Tensor, slots: Tensor, later: Iterable[tuple[Tensor, Tensor]], choices: Tensor, weights: Tensor, group: str
+) -> Tensor:
+    """Combine the rows `o` and those that `later` makes: pairs of rows and slots with the shapes of `o` and `slots`."""
+    arrived, _ = _at_owners(o, slots, None, ((*part, None) for part in later), choices, group)
     return launch_combine(arrived, slots_of(choices), weights)
 
 
 def launch_gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    arrived, of_weights = _at_owners(o, slots, choices, dots.contiguous(), group)
+    return launch_gradients_of_parts(o, slots, dots, (), choices, group)
+
+
+def launch_gradients_of_parts(
+    o: Tensor,
+    slots: Tensor,
+    dots: Tensor,
+    later: Iterable[tuple[Tensor, Tensor, Tensor]],
+    choices: Tensor,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Combine gradients of rows, as `launch_combine_parts`; each part also has the gradients of its slots' weights."""
+    arrived, of_weights = _at_owners(o, slots, dots.contiguous(), later, choices, group)
     return launch_combine(arrived, slots_of(choices), None), of_weights.view_as(choices).clone()
 
 
-def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+def _at_owners(
+    o: Tensor,
+    slots: Tensor,
+    dots: Tensor | None,
+    later: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    choices: Tensor,
+    group: str,
+) -> tuple[Tensor, Tensor]:
     """Send each row, and with `dots` a number for it, to the rank that owns the row's token.
+
+    `later` makes further parts, of equal shapes.
 
     Return the rows that arrive for this rank's slots, [M·K, D], and their numbers, [M·K] float32, undefined without
     `dots`. Both lie in the group's memory, valid until its next call.
     """
-    by, o, n = _exchange(group, (o, choices)), o.contiguous(), choices.numel()
+    by, n = _exchange(group, (o, choices)), choices.numel()
     (R, D), to = o.shape, by.channel
     sizes = n * D * o.element_size(), n * 4
     begins = _begins(sizes)
     memory = by.buffer(begins[-1], torch.uint8)
     width, rows = tile_of(D, NUMBERS)
-    tensors = o, slots.contiguous(), slots if dots is None else dots, to.peer_slots
-    send = ready(
-        _send_rows, (R, D, n, o.dtype, dots is None, to.number), (cdiv(R, rows), cdiv(D, width)), tensors,
-        lambda: (*tensors, R, n, begins[1], dots is not None, to.ranks, D, width, rows), num_warps=8,
-    )  # fmt: skip
+
+    def prepared(o: Tensor, slots: Tensor, dots: Tensor | None) -> Callable[[], None]:
+        tensors = o.contiguous(), slots.contiguous(), slots if dots is None else dots, to.peer_slots
+        return ready(
+            _send_rows, (R, D, n, o.dtype, dots is None, to.number), (cdiv(R, rows), cdiv(D, width)), tensors,
+            lambda: (*tensors, R, n, begins[1], dots is not None, to.ranks, D, width, rows), num_warps=8,
+        )  # fmt: skip
+
+    sends = [prepared(*part) for part in ((o, slots, dots), *later)]  # nothing is allocated between the meetings
     with by.between_meetings():
-        send()
+        for send in sends:
+            send()
     of_rows, of_dots = (memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False))
     return of_rows.view(o.dtype).view(n, D), of_dots.view(torch.float32)

@@ -1,0 +1,261 @@
+"""Windows of a rank's rows: memory for 1.5 times the mean number of rows, whatever the router chooses.
+
+With P expert-parallel ranks of M tokens, K experts each, a rank computes M·K rows in the mean and P·M·K at most. The
+first window has W rows: the rank's first experts, as many as fit. It is computed by visible operators, and backward
+keeps its gate and up projections. Later windows exist only if the rank has more rows. They are computed inside the
+operators below, which send rows to the owners of their tokens, one window after the other, by the same kernels for the
+same shapes. Of a later window only the results stay until they are sent, and backward computes it again.
+
+    experts   0 0 0 1 1 2 2 2 2 2 3 3 4        W = 7:  windows  0 0 0 1 1 | 2 2 2 2 2 3 3 | 4
+
+An expert's rows are in one window, since W is at least P·M, the most that an expert can have. So results and gradients
+have the bits of a single window. The host waits for the numbers of rows, in forward and in backward; no shape depends
+on them.
+
+M tokens of this rank, D width, G experts of this rank, F width of an expert, R = P·M·K, T = P·M.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from titanlite.device import has_memory
+from titanlite.kernels.operators import device_code, operator
+from titanlite.kernels.token_exchange import (
+    Dispatch,
+    Routing,
+    by_collectives,
+    combine_at_owners,
+    gradients_at_owners,
+    sent_to_owners,
+)
+
+_combine_parts = device_code("token_exchange.launch_combine_parts")
+_gradients_of_parts = device_code("token_exchange.launch_gradients_of_parts")
+
+
+def most_rows(tokens: int, top_k: int, n_experts: int) -> int:
+    """Return the most rows that a rank's experts can have: `tokens` of all ranks, each at most once at an expert."""
+    return tokens * min(top_k, n_experts)
+
+
+def window_rows(ranks: int, tokens: int, top_k: int, n_experts: int) -> int:
+    """Return W, the rows of a window: 1.5 times the mean, at least T, and not more than a rank can have.
+
+    Args:
+        ranks: P.
+        tokens: T, of all ranks.
+        top_k: K.
+        n_experts: G, of this rank.
+    """
+    return min(most_rows(tokens, top_k, n_experts), max(-(-3 * tokens * top_k // (2 * ranks)), tokens))
+
+
+class Window(NamedTuple):
+    """The experts of a window, from `first` to before `last`, and their rows, from `begin` to before `end`."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
+    def of(self, slots: Tensor, offsets: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
+        """Return the slots, [n_rows], and the offsets, [G + 1], of this window's rows."""
+        own = slots.new_full((n_rows,), -1)
+        own[: self.end - self.begin] = slots[self.begin : self.end]
+        return own, (offsets - self.begin).clamp(0, self.end - self.begin)
+
+
+def most_windows(rows: int, n_rows: int, n_experts: int) -> int:
+    """Return the most windows of W = `n_rows` rows that R = `rows` of G experts take: two neighbours have over W."""
+    return min(n_experts, 2 * ((rows - 1) // n_rows) + 1)
+
+
+def windows(offsets: Tensor, n_rows: int) -> list[Window]:
+    """Divide a rank's experts into windows; this waits for the GPU. Tensors without values give only the first.
+
+    Args:
+        offsets: [G + 1] int32, the first row of each expert and the end of the last.
+        n_rows: W, at least the rows of each expert.
+    """
+    if offsets.is_meta or not has_memory(offsets):
+        return [Window(0, len(offsets) - 1, 0, n_rows)]
+    ends, found, first = offsets.tolist(), list[Window](), 0
+    while not found or ends[first] < ends[-1]:
+        last = bisect_right(ends, ends[first] + n_rows) - 1
+        found.append(Window(first, last, ends[first], ends[last]))
+        first = last
+    return found
+
+
+def first_window(routing: Routing, to: Dispatch, n_experts: int) -> tuple[Routing, bool]:
+    """Return the slots and offsets of the first window, without waiting for the GPU, and whether others are possible.
+
+    Args:
+        routing: of all rows.
+        to: the ranks. A rank with all experts has one window.
+        n_experts: G.
+    """
+    if to.group is None:
+        return routing, False
+    (rows, slots, offsets), (tokens, top_k) = routing, routing.rows.shape
+    n = window_rows(to.group.size, tokens, top_k, n_experts)
+    if n == most_rows(tokens, top_k, n_experts):
+        return Routing(rows, slots[:n], offsets), False
+    end = offsets.gather(0, (offsets <= n).sum(0, keepdim=True) - 1)
+    at = torch.arange(n, device=slots.device, dtype=slots.dtype)
+    return Routing(rows, torch.where(at < end, slots[:n], -1), torch.minimum(offsets, end)), True
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a window: of its tokens' rows, [W, D], of all weights, [T, K], and of the experts' weights."""
+
+    rows: Tensor
+    dots: Tensor
+    w13: Tensor | None
+    w2: Tensor | None
+
+
+class Arithmetic(Protocol):
+    """Computes the rows of a window from tensors `given` of all ranks' tokens, and of the experts' weights."""
+
+    def results(self, given: list[Tensor], top_k: int, slots: Tensor, offsets: Tensor) -> Tensor:
+        """Return the experts' results for the rows, [W, D]."""
+        ...
+
+    def gradients(
+        self, given: list[Tensor], weights: Tensor, slots: Tensor, offsets: Tensor, for_w13: bool, for_w2: bool
+    ) -> RowGradients:
+        """Return the gradients of the results times the router's weights, [T, K]; for w13 and w2 if asked."""
+        ...
+
+
+ARITHMETICS: dict[str, Callable[..., Arithmetic]] = {}
+"""By name what makes an arithmetic. Operators take the name and its arguments, separated by spaces."""
+
+
+def _window_arithmetic(how: str) -> Arithmetic:
+    name, *arguments = how.split()
+    return ARITHMETICS[name](*arguments)
+
+
+def compute_window(
+    o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, n_experts: int, offsets: Tensor, *others: Any
+) -> Tensor | RowGradients:
+    """Compute a window, on the meta device, to find its memory. The arguments are those of an operator below."""
+    own = slots[: len(o)]
+    if len(others) == 3:
+        given, how, _ = others
+        return _window_arithmetic(how).results(given, choices.shape[1], own, offsets)
+    weights, given, d_w13, d_w2, how, _ = others
+    return _window_arithmetic(how).gradients(given, weights, own, offsets, d_w13 is not None, d_w2 is not None)
+
+
+def _later_results(
+    n: int, slots: Tensor, offsets: Tensor, given: list[Tensor], how: str, top_k: int
+) -> tuple[list[Window], Iterator[tuple[Tensor, Tensor]]]:
+    """Return all windows of n rows, and an iterator that computes results and slots of those after the first."""
+    found, by = windows(offsets, n), _window_arithmetic(how)
+    made = [window.of(slots, offsets, n) for window in found[1:]]
+    return found, ((by.results(given, top_k, own, ends), own) for own, ends in made)
+
+
+def _joined(found: list[Window], first: Tensor, later: Iterator[Tensor]) -> Tensor:
+    """Join the windows' rows, without those that are not in use."""
+    rows = [part[: window.end - window.begin] for window, part in zip(found, [first, *later], strict=True)]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _combine_on_gpus(
+    o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, offsets: Tensor, given: list[Tensor],
+    how: str, group: str,
+) -> Tensor:  # fmt: skip
+    found, later = _later_results(len(o), slots, offsets, given, how, choices.shape[1])
+    return _combine_parts(o, found[0].of(slots, offsets, len(o))[0], later, choices, weights, group)
+
+
+@operator("combine_windows_at_owners", _combine_on_gpus, sends=sent_to_owners, unless=by_collectives)
+def combine_windows_at_owners(
+    o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, offsets: Tensor, given: list[Tensor],
+    how: str, group: str,
+) -> Tensor:  # fmt: skip
+    """Compute the windows after the first, and combine the rows of all as `combine_at_owners` does.
+
+    Args:
+        o: [W, D], results of the first window.
+        slots: [R] int32, slots of the rows of all windows.
+        choices, weights, n_experts, group: see `combine_at_owners`.
+        offsets: [G + 1] int32, of all windows.
+        given, how: the operands and the name of the arithmetic (`ARITHMETICS`).
+
+    Returns:
+        [M, D] in `o.dtype`.
+    """
+    found, later = _later_results(len(o), slots, offsets, given, how, choices.shape[1])
+    rows = _joined(found, o, (part for part, _ in later))
+    return combine_at_owners.definition(rows, slots[: len(rows)], choices, weights, n_experts, group)
+
+
+def _later_gradients(
+    n: int, slots: Tensor, offsets: Tensor, weights: Tensor, given: list[Tensor], d_w13: Tensor | None,
+    d_w2: Tensor | None, how: str,
+) -> tuple[list[Window], Iterator[tuple[Tensor, Tensor, Tensor]]]:  # fmt: skip
+    """Return all windows of n rows, and an iterator over the rows' gradients, slots and gradients of the weights of
+    those after the first, which also stores the gradients of their experts' weights."""
+    found, by = windows(offsets, n), _window_arithmetic(how)
+    made = [(window, *window.of(slots, offsets, n)) for window in found[1:]]
+
+    def computed() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for window, own, ends in made:
+            of = by.gradients(given, weights, own, ends, d_w13 is not None, d_w2 is not None)
+            for whole, part in ((d_w13, of.w13), (d_w2, of.w2)):
+                if whole is not None and part is not None:
+                    whole[window.first : window.last] = part[window.first : window.last]
+            yield of.rows, own, of.dots
+
+    return found, computed()
+
+
+def _gradients_on_gpus(
+    o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, offsets: Tensor, weights: Tensor,
+    given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found, later = _later_gradients(len(o), slots, offsets, weights, given, d_w13, d_w2, how)
+    return _gradients_of_parts(o, found[0].of(slots, offsets, len(o))[0], dots, later, choices, group)
+
+
+@operator(
+    "window_gradients_at_owners",
+    _gradients_on_gpus,
+    "(Tensor o, Tensor slots, Tensor choices, Tensor dots, SymInt n_experts, Tensor offsets, Tensor weights, "
+    "Tensor[] given, Tensor(a!)? d_w13, Tensor(b!)? d_w2, str how, str group) -> (Tensor, Tensor)",
+    sends=sent_to_owners,
+    unless=by_collectives,
+)
+def window_gradients_at_owners(
+    o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, offsets: Tensor, weights: Tensor,
+    given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of the windows after the first, and combine all as `gradients_at_owners` does.
+
+    Args:
+        o: [W, D], gradients of the rows of the first window.
+        slots, offsets, n_experts: see `combine_windows_at_owners`.
+        choices, group: see `gradients_at_owners`.
+        dots: [T, K], gradients of the weights of the first window's slots, zeros for all others.
+        weights: [T, K] float32.
+        given, how: the operands of backward, and the name of the arithmetic.
+        d_w13, d_w2: gradients of the weights of all experts, [G, 2F, D] and [G, D, F]. Those of later windows' experts
+            are stored here.
+
+    Returns:
+        See `gradients_at_owners`.
+    """
+    found, later = _later_gradients(len(o), slots, offsets, weights, given, d_w13, d_w2, how)
+    parts = [*later]
+    rows = _joined(found, o, (part for part, _, _ in parts))
+    dots = sum((of_part for _, _, of_part in parts), dots)
+    return gradients_at_owners.definition(rows, slots[: len(rows)], choices, dots, n_experts, group)
