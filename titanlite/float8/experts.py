@@ -103,39 +103,37 @@ class _Float8Experts(torch.autograd.Function):
         routing = to.routing(every, count)
         first, has_later = first_window(routing, to, count)
         _, slots, offsets = first
-        by_expert = [_by_expert(_straight(w, how), count) for w in (w13, w2)]
-        a = _product_of_rows(_sent(Cast(*sent), first, to), by_expert[0], offsets, how, how.output)
-        o = _float8_results(a, by_expert[1], slots, offsets, how)
-        ctx.save_for_backward(*c, weights, choices if group else None, a, w13, w2, *routing)
+        cast = [_straight(w, how) for w in (w13, w2)]
+        a = _product_of_rows(_sent(Cast(*sent), first, to), _by_expert(cast[0], count), offsets, how, how.output)
+        o = _float8_results(a, _by_expert(cast[1], count), slots, offsets, how)
+        ctx.save_for_backward(x, weights, choices if group else None, a, w13, w2, *routing)
         ctx.count, ctx.how = count, how
         if not has_later:
             return to.sums(o, first, choices, weights, count)
         of_all = o, routing.slots, choices, weights, count, routing.offsets
-        return combine_windows_at_owners(*of_all, [*sent, *by_expert[0], *by_expert[1]], _how_in_words(how), to.name)
+        return combine_windows_at_owners(*of_all, [*sent, *cast[0], *cast[1]], _how_in_words(how), to.name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *c, weights, choices, a, w13, w2, rows, slots, offsets = ctx.saved_tensors
+        x, weights, choices, a, w13, w2, rows, slots, offsets = ctx.saved_tensors
         how, count, to, routing = ctx.how, ctx.count, ctx.to, Routing(rows, slots, offsets)
         first, has_later = first_window(routing, to, count)
         g = Cast(*cast_rows(grad.contiguous(), DTYPES[how.grad_output]))
         for_w13, for_w2 = ctx.needs_input_grad[3:5]
-        *of_all, weights = to.gathered(*g, *(c if for_w13 or has_later else ()), weights)
+        # The router's backward keeps x, too: casting it again takes less than keeping both.
+        c = cast_rows(x, DTYPES[how.input], grad) if for_w13 or has_later else ()
+        *of_all, weights = to.gathered(*g, *c, weights)
         g, c = Cast(*of_all[:2]), of_all[2:]
-        w2_t = _transposed(_straight(w2, how), count, how, g.qdata)
-        d_h = _product_of_rows(_sent(g, first, to), w2_t, first.offsets, how, how.grad_input)
-        d_a, h, dots = _through_gate(d_h, a, weights, first.slots, how)
-        w13 = _straight(w13, how)
-        w13_t = _transposed(w13, count, how, d_a.qdata)
-        d_rows = _product_of_rows(d_a, w13_t, first.offsets, how, how.grad_input)
+        w13, w2, ends = _straight(w13, how), _straight(w2, how), first.offsets
+        d_a, h, dots, d_rows = _through_experts(_sent(g, first, to), a, weights, w13, w2, first.slots, ends, how)
         x = Cast(*c) if for_w13 else None
         if not has_later:  # d_rows is freed before the weights' gradients are computed
             d_x, d_weights = to.gradients(d_rows, first, choices, dots, count)
         d_w13, d_w2 = _of_weights(g, x, d_a, h, weights, first.slots, first.offsets, how, for_w2)
         if has_later:
             of_all = d_rows, slots, choices, dots, count, offsets, weights
-            given = [*g, *c, *_by_expert(w13, count), *w13_t, *w2_t]
+            given = [*g, *c, *w13, *w2]
             d_x, d_weights = window_gradients_at_owners(*of_all, given, d_w13, d_w2, _how_in_words(how), to.name)
         d_w13, d_w2 = (None if w is None else w.flatten(0, 1) for w in (d_w13, d_w2))
         return d_x, d_weights, None, d_w13, d_w2, None, None, *[None] * 3 * (to.group is not None)
@@ -169,10 +167,18 @@ def _float8_results(a: Tensor, w2: Cast, slots: Tensor, offsets: Tensor, how: _H
     return _product_of_rows(h, w2, offsets, how, how.output)
 
 
-def _through_gate(d_h: Tensor, a: Tensor, weights: Tensor, slots: Tensor, how: _How) -> tuple[Cast, Cast, Tensor]:
-    """Return the gradient of `a`, the gate's result, both cast, and the gradient of the weights."""
+def _through_experts(
+    g: Cast, a: Tensor, weights: Tensor, w13: Cast, w2: Cast, slots: Tensor, offsets: Tensor, how: _How
+) -> tuple[Cast, Cast, Tensor, Tensor]:
+    """Return the gradient of `a`, the gate's result, both cast, and the gradients of the weights and of the rows.
+
+    `g` are the rows' gradients, `w13` and `w2` the stacked weights.
+    """
+    E = len(offsets) - 1
+    d_h = _product_of_rows(g, _transposed(w2, E, how, g.qdata), offsets, how, how.grad_input)
     *cast, dots = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[how.grad_output])
-    return Cast(*cast[:2]), Cast(*cast[2:]), dots
+    d_a, h = Cast(*cast[:2]), Cast(*cast[2:])
+    return d_a, h, dots, _product_of_rows(d_a, _transposed(w13, E, how, d_a.qdata), offsets, how, how.grad_input)
 
 
 def _of_weights(
@@ -235,18 +241,18 @@ class _Float8Windows:
         self.how = _How(*how)
 
     def results(self, given: list[Tensor], top_k: int, slots: Tensor, offsets: Tensor) -> Tensor:
-        x, w13, w2 = _casts(given)
-        a = _product_of_rows(_rows_of(x, slots, top_k), w13, offsets, self.how, self.how.output)
-        return _float8_results(a, w2, slots, offsets, self.how)
+        (x, w13, w2), E = _casts(given), len(offsets) - 1
+        a = _product_of_rows(_rows_of(x, slots, top_k), _by_expert(w13, E), offsets, self.how, self.how.output)
+        return _float8_results(a, _by_expert(w2, E), slots, offsets, self.how)
 
     def gradients(
         self, given: list[Tensor], weights: Tensor, slots: Tensor, offsets: Tensor, for_w13: bool, for_w2: bool
     ) -> RowGradients:
-        (g, x, w13, w13_t, w2_t), how, top_k = _casts(given), self.how, weights.shape[1]
-        a = _product_of_rows(_rows_of(x, slots, top_k), w13, offsets, how, how.output)
-        d_h = _product_of_rows(_rows_of(g, slots, top_k), w2_t, offsets, how, how.grad_input)
-        d_a, h, dots = _through_gate(d_h, a, weights, slots, how)
-        d_rows = _product_of_rows(d_a, w13_t, offsets, how, how.grad_input)
+        (g, x, w13, w2), how, top_k = _casts(given), self.how, weights.shape[1]
+        of_experts = _by_expert(w13, len(offsets) - 1)
+        a = _product_of_rows(_rows_of(x, slots, top_k), of_experts, offsets, how, how.output)
+        rows = _rows_of(g, slots, top_k)
+        d_a, h, dots, d_rows = _through_experts(rows, a, weights, w13, w2, slots, offsets, how)
         d_w13, d_w2 = _of_weights(g, x if for_w13 else None, d_a, h, weights, slots, offsets, how, for_w2)
         return RowGradients(d_rows, dots, d_w13, d_w2)
 

@@ -62,12 +62,13 @@ def _named_rows(x: Tensor, sources: Tensor) -> Tensor:
 
 
 @operator("cast_rows", "float8_cast.launch_cast_rows")
-def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_rows(x: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cast each row to float8, scaled by its own power of two.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; contiguous.
         dtype: float8.
+        after: see `transpose`.
 
     Returns:
         Bytes [M, K], and their inverse scales, [M, 1] float32.

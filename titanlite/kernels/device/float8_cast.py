@@ -165,7 +165,7 @@ def launch_cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def launch_cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def launch_cast_rows(x: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return out, launch_cast_into(x, None, out)
 
