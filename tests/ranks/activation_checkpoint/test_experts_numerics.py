@@ -12,7 +12,7 @@ from titanlite import recipes
 from titanlite.training.build import Run
 
 LISTS = [name for name in recipes.names("activation_checkpoint") if name != "none"]
-LAYOUTS = {"one process": 1, "FSDP 2": 2}
+LAYOUTS = {"one process": 1, "FSDP 2": 2, "EP 2": 2}
 STEPS = 2
 
 
@@ -44,6 +44,7 @@ def trained(layout: str, compiled: bool, save_list: str, folder) -> tuple[Traine
 
     flags = ["--model.name", "qwen3_moe", "--activation_checkpoint.recipe", save_list]
     flags += ["--compile.enable"] if compiled else []
+    flags += ["--parallelism.expert_parallel_degree=2"] if layout == "EP 2" else []
     got = train(folder, LAYOUTS[layout], flags, steps=STEPS, change=write_counts, timeout_s=200)
     counted = [(folder / f"counts_{rank}").read_text() for rank in range(LAYOUTS[layout])]
     return got, "\n".join(counted)
