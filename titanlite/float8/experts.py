@@ -177,6 +177,7 @@ def _through_experts(
     E = len(offsets) - 1
     d_h = _product_of_rows(g, _transposed(w2, E, how, g.qdata), offsets, how, how.grad_input)
     *cast, dots = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[how.grad_output])
+    del g, a, d_h  # freed, unless the caller keeps them, before the rows' gradients are allocated
     d_a, h = Cast(*cast[:2]), Cast(*cast[2:])
     return d_a, h, dots, _product_of_rows(d_a, _transposed(w13, E, how, d_a.qdata), offsets, how, how.grad_input)
 
@@ -193,6 +194,8 @@ def _of_weights(
     for_w2: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of w13 and w2 from all tokens' gradients `g` and tokens `x`; None for one without."""
+    if x is None and not for_w2:
+        return None, None
     row_of, token_of, begins = aligned_rows(slots, offsets, weights.shape[1])
     weight = weights.flatten()[slots.clamp(min=0)][:, None]
     weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
@@ -250,9 +253,11 @@ class _Float8Windows:
     ) -> RowGradients:
         (g, x, w13, w2), how, top_k = _casts(given), self.how, weights.shape[1]
         of_experts = _by_expert(w13, len(offsets) - 1)
-        a = _product_of_rows(_rows_of(x, slots, top_k), of_experts, offsets, how, how.output)
-        rows = _rows_of(g, slots, top_k)
-        d_a, h, dots, d_rows = _through_experts(rows, a, weights, w13, w2, slots, offsets, how)
+        d_a, h, dots, d_rows = _through_experts(
+            _rows_of(g, slots, top_k),
+            _product_of_rows(_rows_of(x, slots, top_k), of_experts, offsets, how, how.output),
+            weights, w13, w2, slots, offsets, how,
+        )  # fmt: skip
         d_w13, d_w2 = _of_weights(g, x if for_w13 else None, d_a, h, weights, slots, offsets, how, for_w2)
         return RowGradients(d_rows, dots, d_w13, d_w2)
 

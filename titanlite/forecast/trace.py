@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         elif op == ops.GATHER_ROWS and self._experts.count > 1:
             self._share = Fraction(self._mean_rows, len(results[0]))
         elif op in ops.WINDOWS:
-            self.later_windows = max(self.later_windows, _memory_of_later_windows(args))
+            self.later_windows = max(self.later_windows, _memory_of_later_windows(args, self._experts))
         self._count_live(results, inside)
         if not func._schema.is_mutable:
             makes = [value for value in makes if value not in reads]
@@ -333,13 +333,17 @@ class _Peak(TorchDispatchMode):
         return out
 
 
-def _memory_of_later_windows(args: Any) -> tuple[int, int]:
-    """Return the most bytes that one of `ops.WINDOWS` makes at once, for one window after the first and for the most:
-    each more keeps its results."""
+def _memory_of_later_windows(args: Any, experts: ExpertRanks) -> tuple[int, int]:
+    """Return the most bytes that one of `ops.WINDOWS` makes at once, for two windows in all and for the most.
+
+    Of each window the results stay; for NCCL those of all windows are joined at the end.
+    """
     with _Peak(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)) as peak:
         compute_window(*args)
     o, slots, n_experts = args[0], args[1], args[4]
-    return peak.bytes, peak.bytes + (most_windows(len(slots), len(o), n_experts) - 2) * o.nbytes
+    counts = 2, most_windows(len(slots), len(o), n_experts)
+    second, most = (max(peak.bytes + (n - 2) * o.nbytes, (2 * n - 1) * o.nbytes * experts.by_nccl) for n in counts)
+    return second, most
 
 
 def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:

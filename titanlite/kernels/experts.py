@@ -107,8 +107,9 @@ class _Experts(torch.autograd.Function):
         def x_rows(after: Tensor) -> Tensor:
             return to.rows(*every_x, first, after)
 
-        how = first.slots, first.offsets, x_rows if for_w13 else None, for_w2
-        d_rows, dots, d_w13, d_w2 = _gradients_of_rows(to.rows(grad, first), a, weights, w13, w2, *how)
+        d_rows, dots, d_w13, d_w2 = _gradients_of_rows(
+            to.rows(grad, first), a, weights, w13, w2, first.slots, first.offsets, x_rows if for_w13 else None, for_w2
+        )
         if has_later:
             of_all = d_rows, routing.slots, choices, dots, len(w13), routing.offsets, weights
             given = [grad, *every_x, w13, w2]
@@ -136,7 +137,8 @@ def _gradients_of_rows(
     """Differentiate the weighted results of rows.
 
     `grad_rows`, [R, D]: gradient of the sum of a token's results, for each row. `x_rows` returns the tokens of the
-    rows, [R, D], after the given tensor exists; None: w13 has no gradient.
+    rows, [R, D], after the given tensor exists; None: w13 has no gradient. Callers pass rows that they do not keep, and
+    not by `*`, which would keep them.
     """
     d_a, h, dots = expert_gate_grad(grouped_matmul(grad_rows, w2.mT, offsets), a, weights, slots)
     d_w2 = grouped_weight_gradient(grad_rows, h, offsets) if for_w2 else None
@@ -156,9 +158,14 @@ class _PlainWindows:
         self, given: list[Tensor], weights: Tensor, slots: Tensor, offsets: Tensor, for_w13: bool, for_w2: bool
     ) -> RowGradients:
         (grad, x, w13, w2), top_k = given, weights.shape[1]
-        how = slots, offsets, (lambda after: gather_rows(x, slots, top_k, after)) if for_w13 else None, for_w2
-        a = grouped_matmul(gather_rows(x, slots, top_k), w13, offsets)
-        return _gradients_of_rows(gather_rows(grad, slots, top_k), a, weights, w13, w2, *how)
+
+        def x_rows(after: Tensor | None = None) -> Tensor:
+            return gather_rows(x, slots, top_k, after)
+
+        return _gradients_of_rows(
+            gather_rows(grad, slots, top_k), grouped_matmul(x_rows(), w13, offsets), weights, w13, w2, slots, offsets,
+            x_rows if for_w13 else None, for_w2,
+        )  # fmt: skip
 
 
 ARITHMETICS[PLAIN] = _PlainWindows

@@ -1,9 +1,9 @@
 """Routing of a mixture of experts: the experts of each token, their weights, and the order of the rows.
 
 A row is one token at one of its experts; rows are sorted by expert, so that a grouped matmul finds each expert's rows
-together. Sizes do not depend on values: there are M·K rows whatever the router chooses, so the host waits for nothing
-and no shape changes. Equal logits give equal rows in every run: ties go to the lower expert, an expert's rows are
-sorted by token, and a token's rows are added up in the order of its choices.
+together. Sizes do not depend on values: there are M·K rows whatever the router chooses, so no shape changes, and the
+host waits for nothing where a rank has all experts. Equal logits give equal rows in every run: ties go to the lower
+expert, an expert's rows are sorted by token, and a token's rows are added up in the order of its choices.
 
 M tokens, D width, E experts, K experts per token, G experts of this rank, R rows. Slot m·K + k: token m's k-th choice.
 

@@ -67,12 +67,14 @@ def test_a_weight_that_came_in_float8_gives_the_same_bits() -> None:
 
 
 class Gradients(TorchDispatchMode):
-    """Counts products that are gradients of experts' weights."""
+    """Counts products that are gradients of experts' weights, and layouts of rows for them."""
 
-    count = 0
+    count = laid_out = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket._qualified_op_name.endswith(("grouped_weight_gradient", "grouped_gradient"))
+        name = func.overloadpacket._qualified_op_name
+        self.count += name.endswith(("grouped_weight_gradient", "grouped_gradient"))
+        self.laid_out += name.endswith("aligned_rows")
         return func(*args, **(kwargs or {}))
 
 
@@ -89,6 +91,7 @@ def test_frozen_weights_have_no_gradient_and_change_no_other(compute: Any, froze
         y = compute(given["x"], given["weights"].float(), choices, given["w13"], given["w2"], E)
         with Gradients() as made:
             y.backward(grad)
+        assert made.laid_out == (compute is not experts and made.count > 0)
         return {name: t.grad for name, t in leaves.items()}, made.count  # type: ignore[misc]
 
     every, products = gradients(())

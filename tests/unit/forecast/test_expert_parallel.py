@@ -104,6 +104,25 @@ def test_lists_keep_the_exchange_and_what_experts_make() -> None:
     assert held("dispatch") == window * D * 2
 
 
+def test_later_windows_take_what_is_alive_in_their_backward() -> None:
+    """With two experts on a rank most is alive at the gate: gradients of rows, before and behind w2, a, and what is
+    made of them. With four it is at w13: its gradient's operands, and the gradients of both weights. Of one more window
+    the rows' gradients stay. NCCL joins the rows of all windows."""
+
+    def later(ranks: int, host: int = 8) -> tuple[int, int]:
+        run = run_of(ranks, *BF16)
+        memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 8, host=host)
+        (found,) = {block.later_windows for block in memory.run.blocks}
+        return found
+
+    W, dots = 3 * M * K // 2, 2 * M * K * 4
+    assert later(1) == later(8) == (0, 0)  # an expert on a rank fits in a window
+    assert later(4) == (4 * M * (2 * D + 2 * 2 * 2 * F + 2 * 2 * F) + 2 * dots,) * 2
+    second = W * 2 * (D + 2 * F) + 4 * OF_EXPERT * 2 + dots
+    assert later(2) == (second, second + W * 2 * D)
+    assert later(2, host=1) == (second, max(second + W * 2 * D, 5 * W * 2 * D))
+
+
 @pytest.mark.parametrize("float8", ["none", "rowwise"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_auto_times_has_the_rows_of_the_mean(ranks: int, float8: str) -> None:
