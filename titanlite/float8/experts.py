@@ -110,8 +110,8 @@ class _Float8Experts(torch.autograd.Function):
         ctx.count, ctx.how = count, how
         if not has_later:
             return to.sums(o, first, choices, weights, count)
-        of_all = o, routing.slots, choices, weights, count, routing.offsets
-        return combine_windows_at_owners(*of_all, [*sent, *cast[0], *cast[1]], _how_in_words(how), to.name)
+        rows = o, slots, choices, weights, count, routing.slots, routing.offsets
+        return combine_windows_at_owners(*rows, [*sent, *cast[0], *cast[1]], _how_in_words(how), to.name)
 
     @staticmethod
     @once_differentiable
@@ -132,9 +132,9 @@ class _Float8Experts(torch.autograd.Function):
             d_x, d_weights = to.gradients(d_rows, first, choices, dots, count)
         d_w13, d_w2 = _of_weights(g, x, d_a, h, weights, first.slots, first.offsets, how, for_w2)
         if has_later:
-            of_all = d_rows, slots, choices, dots, count, offsets, weights
+            of_rows = d_rows, first.slots, choices, dots, count, slots, offsets, weights
             given = [*g, *c, *w13, *w2]
-            d_x, d_weights = window_gradients_at_owners(*of_all, given, d_w13, d_w2, _how_in_words(how), to.name)
+            d_x, d_weights = window_gradients_at_owners(*of_rows, given, d_w13, d_w2, _how_in_words(how), to.name)
         d_w13, d_w2 = (None if w is None else w.flatten(0, 1) for w in (d_w13, d_w2))
         return d_x, d_weights, None, d_w13, d_w2, None, None, *[None] * 3 * (to.group is not None)
 

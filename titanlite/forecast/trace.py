@@ -340,7 +340,7 @@ def _memory_of_later_windows(args: Any, experts: ExpertRanks) -> tuple[int, int]
     """
     with _Peak(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)) as peak:
         compute_window(*args)
-    o, slots, n_experts = args[0], args[1], args[4]
+    o, n_experts, slots = args[0], args[4], args[5]
     counts = 2, most_windows(len(slots), len(o), n_experts)
     second, most = (max(peak.bytes + (n - 2) * o.nbytes, (2 * n - 1) * o.nbytes * experts.by_nccl) for n in counts)
     return second, most

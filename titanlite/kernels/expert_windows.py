@@ -10,13 +10,14 @@ same shapes. Of a later window only the results stay until they are sent, and ba
 
 An expert's rows are in one window, since W is at least P·M, the most that an expert can have. So results and gradients
 have the bits of a single window. The host waits for the numbers of rows, in forward and in backward; no shape depends
-on them.
+on them. All that one window needs is ready before the wait, since the GPU is idle from its end to the next launch.
 
 M tokens of this rank, D width, G experts of this rank, F width of an expert, R = P·M·K, T = P·M.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,21 +75,20 @@ def most_windows(rows: int, n_rows: int, n_experts: int) -> int:
     return min(n_experts, 2 * ((rows - 1) // n_rows) + 1)
 
 
-def windows(offsets: Tensor, n_rows: int) -> list[Window]:
-    """Divide a rank's experts into windows; this waits for the GPU. Tensors without values give only the first.
+def windows(offsets: Tensor, n_rows: int) -> Iterator[Window]:
+    """Divide a rank's experts into windows; the first `next` waits for the GPU. Tensors without values give only one.
 
     Args:
         offsets: [G + 1] int32, the first row of each expert and the end of the last.
         n_rows: W, at least the rows of each expert.
     """
     if offsets.is_meta or not has_memory(offsets):
-        return [Window(0, len(offsets) - 1, 0, n_rows)]
-    ends, found, first = offsets.tolist(), list[Window](), 0
-    while not found or ends[first] < ends[-1]:
-        last = bisect_right(ends, ends[first] + n_rows) - 1
-        found.append(Window(first, last, ends[first], ends[last]))
-        first = last
-    return found
+        yield Window(0, len(offsets) - 1, 0, n_rows)
+        return
+    ends, last = offsets.tolist(), 0
+    while not last or ends[last] < ends[-1]:
+        first, last = last, bisect_right(ends, ends[last] + n_rows) - 1
+        yield Window(first, last, ends[first], ends[last])
 
 
 def first_window(routing: Routing, to: Dispatch, n_experts: int) -> tuple[Routing, bool]:
@@ -143,10 +143,16 @@ def _window_arithmetic(how: str) -> Arithmetic:
 
 
 def compute_window(
-    o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, n_experts: int, offsets: Tensor, *others: Any
+    o: Tensor,
+    own: Tensor,
+    choices: Tensor,
+    beside: Tensor,
+    n_experts: int,
+    slots: Tensor,
+    offsets: Tensor,
+    *others: Any,
 ) -> Tensor | RowGradients:
     """Compute a window, on the meta device, to find its memory. The arguments are those of an operator below."""
-    own = slots[: len(o)]
     if len(others) == 3:
         given, how, _ = others
         return _window_arithmetic(how).results(given, choices.shape[1], own, offsets)
@@ -154,98 +160,96 @@ def compute_window(
     return _window_arithmetic(how).gradients(given, weights, own, offsets, d_w13 is not None, d_w2 is not None)
 
 
-def _later_results(
-    n: int, slots: Tensor, offsets: Tensor, given: list[Tensor], how: str, top_k: int
-) -> tuple[list[Window], Iterator[tuple[Tensor, Tensor]]]:
-    """Return all windows of n rows, and an iterator that computes results and slots of those after the first."""
-    found, by = windows(offsets, n), _window_arithmetic(how)
-    made = [window.of(slots, offsets, n) for window in found[1:]]
-    return found, ((by.results(given, top_k, own, ends), own) for own, ends in made)
+def _results(
+    later: Iterable[Window], n: int, slots: Tensor, offsets: Tensor, given: list[Tensor], how: str, top_k: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Compute the results and find the slots of windows of n rows."""
+    by = _window_arithmetic(how)
+    for own, ends in [window.of(slots, offsets, n) for window in later]:
+        yield by.results(given, top_k, own, ends), own
 
 
-def _joined(found: list[Window], first: Tensor, later: Iterator[Tensor]) -> Tensor:
+def _joined(found: list[Window], first: Tensor, later: list[Tensor]) -> Tensor:
     """Join the windows' rows, without those that are not in use."""
     rows = [part[: window.end - window.begin] for window, part in zip(found, [first, *later], strict=True)]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _combine_on_gpus(
-    o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, offsets: Tensor, given: list[Tensor],
-    how: str, group: str,
+    o: Tensor, own: Tensor, choices: Tensor, weights: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
+    given: list[Tensor], how: str, group: str,
 ) -> Tensor:  # fmt: skip
-    found, later = _later_results(len(o), slots, offsets, given, how, choices.shape[1])
-    return _combine_parts(o, found[0].of(slots, offsets, len(o))[0], later, choices, weights, group)
+    later = islice(windows(offsets, len(o)), 1, None)
+    return _combine_parts(
+        o, own, _results(later, len(o), slots, offsets, given, how, choices.shape[1]), choices, weights, group
+    )
 
 
 @operator("combine_windows_at_owners", _combine_on_gpus, sends=sent_to_owners, unless=by_collectives)
 def combine_windows_at_owners(
-    o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, offsets: Tensor, given: list[Tensor],
-    how: str, group: str,
+    o: Tensor, own: Tensor, choices: Tensor, weights: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
+    given: list[Tensor], how: str, group: str,
 ) -> Tensor:  # fmt: skip
     """Compute the windows after the first, and combine the rows of all as `combine_at_owners` does.
 
     Args:
-        o: [W, D], results of the first window.
-        slots: [R] int32, slots of the rows of all windows.
+        o, own: [W, D] and [W] int32, results and slots of the first window.
         choices, weights, n_experts, group: see `combine_at_owners`.
-        offsets: [G + 1] int32, of all windows.
+        slots, offsets: [R] and [G + 1] int32, of the rows of all windows.
         given, how: the operands and the name of the arithmetic (`ARITHMETICS`).
 
     Returns:
         [M, D] in `o.dtype`.
     """
-    found, later = _later_results(len(o), slots, offsets, given, how, choices.shape[1])
-    rows = _joined(found, o, (part for part, _ in later))
+    found = [*windows(offsets, len(o))]
+    parts = _results(found[1:], len(o), slots, offsets, given, how, choices.shape[1])
+    rows = _joined(found, o, [part for part, _ in parts])
     return combine_at_owners.definition(rows, slots[: len(rows)], choices, weights, n_experts, group)
 
 
-def _later_gradients(
-    n: int, slots: Tensor, offsets: Tensor, weights: Tensor, given: list[Tensor], d_w13: Tensor | None,
-    d_w2: Tensor | None, how: str,
-) -> tuple[list[Window], Iterator[tuple[Tensor, Tensor, Tensor]]]:  # fmt: skip
-    """Return all windows of n rows, and an iterator over the rows' gradients, slots and gradients of the weights of
-    those after the first, which also stores the gradients of their experts' weights."""
-    found, by = windows(offsets, n), _window_arithmetic(how)
-    made = [(window, *window.of(slots, offsets, n)) for window in found[1:]]
-
-    def computed() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for window, own, ends in made:
-            of = by.gradients(given, weights, own, ends, d_w13 is not None, d_w2 is not None)
-            for whole, part in ((d_w13, of.w13), (d_w2, of.w2)):
-                if whole is not None and part is not None:
-                    whole[window.first : window.last] = part[window.first : window.last]
-            yield of.rows, own, of.dots
-
-    return found, computed()
+def _gradients(
+    later: Iterable[Window], n: int, slots: Tensor, offsets: Tensor, weights: Tensor, given: list[Tensor],
+    d_w13: Tensor | None, d_w2: Tensor | None, how: str,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Compute the rows' gradients, the slots and the gradients of the router's weights of windows of n rows, and store
+    the gradients of their experts' weights."""
+    by = _window_arithmetic(how)
+    for window, own, ends in [(window, *window.of(slots, offsets, n)) for window in later]:
+        of = by.gradients(given, weights, own, ends, d_w13 is not None, d_w2 is not None)
+        for whole, part in ((d_w13, of.w13), (d_w2, of.w2)):
+            if whole is not None and part is not None:
+                whole[window.first : window.last] = part[window.first : window.last]
+        yield of.rows, own, of.dots
 
 
 def _gradients_on_gpus(
-    o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, offsets: Tensor, weights: Tensor,
-    given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
+    o: Tensor, own: Tensor, choices: Tensor, dots: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
+    weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    found, later = _later_gradients(len(o), slots, offsets, weights, given, d_w13, d_w2, how)
-    return _gradients_of_parts(o, found[0].of(slots, offsets, len(o))[0], dots, later, choices, group)
+    later = islice(windows(offsets, len(o)), 1, None)
+    parts = _gradients(later, len(o), slots, offsets, weights, given, d_w13, d_w2, how)
+    return _gradients_of_parts(o, own, dots, parts, choices, group)
 
 
 @operator(
     "window_gradients_at_owners",
     _gradients_on_gpus,
-    "(Tensor o, Tensor slots, Tensor choices, Tensor dots, SymInt n_experts, Tensor offsets, Tensor weights, "
-    "Tensor[] given, Tensor(a!)? d_w13, Tensor(b!)? d_w2, str how, str group) -> (Tensor, Tensor)",
+    "(Tensor o, Tensor own, Tensor choices, Tensor dots, SymInt n_experts, Tensor slots, Tensor offsets, "
+    "Tensor weights, Tensor[] given, Tensor(a!)? d_w13, Tensor(b!)? d_w2, str how, str group) -> (Tensor, Tensor)",
     sends=sent_to_owners,
     unless=by_collectives,
 )
 def window_gradients_at_owners(
-    o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, offsets: Tensor, weights: Tensor,
-    given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
+    o: Tensor, own: Tensor, choices: Tensor, dots: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
+    weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the windows after the first, and combine all as `gradients_at_owners` does.
 
     Args:
-        o: [W, D], gradients of the rows of the first window.
-        slots, offsets, n_experts: see `combine_windows_at_owners`.
-        choices, group: see `gradients_at_owners`.
+        o, own: [W, D] and [W] int32, gradients of the rows of the first window, and their slots.
+        choices, n_experts, group: see `gradients_at_owners`.
         dots: [T, K], gradients of the weights of the first window's slots, zeros for all others.
+        slots, offsets: see `combine_windows_at_owners`.
         weights: [T, K] float32.
         given, how: the operands of backward, and the name of the arithmetic.
         d_w13, d_w2: gradients of the weights of all experts, [G, 2F, D] and [G, D, F]. Those of later windows' experts
@@ -254,8 +258,8 @@ def window_gradients_at_owners(
     Returns:
         See `gradients_at_owners`.
     """
-    found, later = _later_gradients(len(o), slots, offsets, weights, given, d_w13, d_w2, how)
-    parts = [*later]
-    rows = _joined(found, o, (part for part, _, _ in parts))
+    found = [*windows(offsets, len(o))]
+    parts = [*_gradients(found[1:], len(o), slots, offsets, weights, given, d_w13, d_w2, how)]
+    rows = _joined(found, o, [part for part, _, _ in parts])
     dots = sum((of_part for _, _, of_part in parts), dots)
     return gradients_at_owners.definition(rows, slots[: len(rows)], choices, dots, n_experts, group)

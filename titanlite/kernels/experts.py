@@ -92,8 +92,8 @@ class _Experts(torch.autograd.Function):
         o = _results_of_rows(a, w2, first.slots, first.offsets)
         if not has_later:
             return to.sums(o, first, choices, weights, len(w13))
-        of_all = o, routing.slots, choices, weights, len(w13), routing.offsets
-        return combine_windows_at_owners(*of_all, [every_x, w13, w2], PLAIN, to.name)
+        rows = o, first.slots, choices, weights, len(w13), routing.slots, routing.offsets
+        return combine_windows_at_owners(*rows, [every_x, w13, w2], PLAIN, to.name)
 
     @staticmethod
     @once_differentiable
@@ -111,9 +111,9 @@ class _Experts(torch.autograd.Function):
             to.rows(grad, first), a, weights, w13, w2, first.slots, first.offsets, x_rows if for_w13 else None, for_w2
         )
         if has_later:
-            of_all = d_rows, routing.slots, choices, dots, len(w13), routing.offsets, weights
+            rows = d_rows, first.slots, choices, dots, len(w13), routing.slots, routing.offsets, weights
             given = [grad, *every_x, w13, w2]
-            d_x, d_weights = window_gradients_at_owners(*of_all, given, d_w13, d_w2, PLAIN, to.name)
+            d_x, d_weights = window_gradients_at_owners(*rows, given, d_w13, d_w2, PLAIN, to.name)
         else:
             d_x, d_weights = to.gradients(d_rows, first, choices, dots, len(w13))
         return d_x, d_weights, None, d_w13, d_w2, *[None] * 3 * (to.group is not None)

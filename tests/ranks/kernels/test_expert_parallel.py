@@ -199,9 +199,9 @@ def watched() -> Iterator[list[int]]:
     """Collect the number of windows of each call."""
     counts, find = list[int](), expert_windows.windows
 
-    def counted(offsets: Tensor, n_rows: int) -> list[expert_windows.Window]:
-        counts.append(len(found := find(offsets, n_rows)))
-        return found
+    def counted(offsets: Tensor, n_rows: int) -> Iterator[expert_windows.Window]:
+        counts.append(len(found := [*find(offsets, n_rows)]))
+        return iter(found)
 
     expert_windows.windows = counted
     try:

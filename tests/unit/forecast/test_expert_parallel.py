@@ -140,7 +140,7 @@ def test_what_auto_times_has_the_rows_of_the_mean(ranks: int, float8: str) -> No
             places = indices[0].flatten()
             of_tokens = places[places >= 0]
             if each.op in WINDOWS:
-                assert (indices[2][0], indices[2][-1]) == (0, M * K)
+                assert (indices[3][0], indices[3][-1]) == (0, M * K)
             assert len(of_tokens.unique()) == len(of_tokens) == M * K
             assert (torch.bincount(of_tokens // (M * K)) == M * K // ranks).all()
         else:

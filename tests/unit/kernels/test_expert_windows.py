@@ -22,7 +22,7 @@ from titanlite.kernels.token_exchange import Dispatch
 )
 def test_experts_fill_windows_in_order(counts: list[int], n: int, wanted: list[tuple[int, int]]) -> None:
     ends = [0, *accumulate(counts)]
-    assert windows(torch.tensor(ends, dtype=torch.int32), n) == [
+    assert [*windows(torch.tensor(ends, dtype=torch.int32), n)] == [
         Window(first, last, ends[first], ends[last]) for first, last in wanted
     ]
 
@@ -54,7 +54,7 @@ def test_windows_have_each_row_once_and_the_first_is_found_without_waiting() -> 
         to = Dispatch("g", ranks, rank)
         routing = to.routing(scores.topk(K, dim=1).indices.int(), count)
         first, has_later = first_window(routing, to, count)
-        found, slots = windows(routing.offsets, len(first.slots)), list[int]()
+        found, slots = [*windows(routing.offsets, len(first.slots))], list[int]()
         assert len(found) == 1 or has_later
         for window in found:
             own, ends = window.of(routing.slots, routing.offsets, len(first.slots))

@@ -162,7 +162,8 @@ def _at_owners(
             lambda: (*tensors, R, n, begins[1], dots is not None, to.ranks, D, width, rows), num_warps=8,
         )  # fmt: skip
 
-    sends = [prepared(*part) for part in ((o, slots, dots), *later)]  # nothing is allocated between the meetings
+    sends = [prepared(o, slots, dots)]
+    sends += [prepared(*part) for part in later]  # nothing is allocated between the meetings
     with by.between_meetings():
         for send in sends:
             send()
