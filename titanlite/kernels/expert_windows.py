@@ -160,7 +160,7 @@ def compute_window(
     return _window_arithmetic(how).gradients(given, weights, own, offsets, d_w13 is not None, d_w2 is not None)
 
 
-def _results(
+def _later_results(
     later: Iterable[Window], n: int, slots: Tensor, offsets: Tensor, given: list[Tensor], how: str, top_k: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Compute the results and find the slots of windows of n rows."""
@@ -181,7 +181,7 @@ def _combine_on_gpus(
 ) -> Tensor:  # fmt: skip
     later = islice(windows(offsets, len(o)), 1, None)
     return _combine_parts(
-        o, own, _results(later, len(o), slots, offsets, given, how, choices.shape[1]), choices, weights, group
+        o, own, _later_results(later, len(o), slots, offsets, given, how, choices.shape[1]), choices, weights, group
     )
 
 
@@ -202,12 +202,12 @@ def combine_windows_at_owners(
         [M, D] in `o.dtype`.
     """
     found = [*windows(offsets, len(o))]
-    parts = _results(found[1:], len(o), slots, offsets, given, how, choices.shape[1])
+    parts = _later_results(found[1:], len(o), slots, offsets, given, how, choices.shape[1])
     rows = _joined(found, o, [part for part, _ in parts])
     return combine_at_owners.definition(rows, slots[: len(rows)], choices, weights, n_experts, group)
 
 
-def _gradients(
+def _later_gradients(
     later: Iterable[Window], n: int, slots: Tensor, offsets: Tensor, weights: Tensor, given: list[Tensor],
     d_w13: Tensor | None, d_w2: Tensor | None, how: str,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
@@ -227,7 +227,7 @@ def _gradients_on_gpus(
     weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     later = islice(windows(offsets, len(o)), 1, None)
-    parts = _gradients(later, len(o), slots, offsets, weights, given, d_w13, d_w2, how)
+    parts = _later_gradients(later, len(o), slots, offsets, weights, given, d_w13, d_w2, how)
     return _gradients_of_parts(o, own, dots, parts, choices, group)
 
 
@@ -259,7 +259,7 @@ def window_gradients_at_owners(
         See `gradients_at_owners`.
     """
     found = [*windows(offsets, len(o))]
-    parts = [*_gradients(found[1:], len(o), slots, offsets, weights, given, d_w13, d_w2, how)]
+    parts = [*_later_gradients(found[1:], len(o), slots, offsets, weights, given, d_w13, d_w2, how)]
     rows = _joined(found, o, [part for part, _, _ in parts])
     dots = sum((of_part for _, _, of_part in parts), dots)
     return gradients_at_owners.definition(rows, slots[: len(rows)], choices, dots, n_experts, group)
