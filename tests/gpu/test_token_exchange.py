@@ -2,6 +2,7 @@
 
 import operator
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -157,6 +158,29 @@ def step(compute: Callable[..., Tensor], *given: Tensor | int) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]  # type: ignore[arg-type]
 
 
+def without_waiting(device: str) -> None:
+    """Take steps while torch raises where the host waits for the GPU, eager and compiled, with one window and with
+    several on the first rank."""
+    group, recipe, shape = world_group(), recipes.load("float8", "rowwise"), SHAPES[3]
+    made = [Layer(shape, 0, kind, device) for kind in (0, 2)]
+    for experts in (PlainExperts(group), Float8Experts(recipe, group)):
+        compiled = torch.compile(lambda *given, of=experts: of(*given), fullgraph=True, dynamic=False)
+        for compute in (experts, compiled):
+            wanted = [trained(experts, *layer.part) for layer in made]
+            for layer in made:
+                trained(compute, *layer.part)  # memory grows and kernels are compiled here
+            torch.cuda.synchronize()
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Synchronization debug mode")  # that it does not find every wait
+                    torch.cuda.set_sync_debug_mode("error")
+                found = [step(compute, *layer.part) for layer in made]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            wrong = [n for n, (got, alike) in enumerate(zip(found, wanted, strict=True)) if differ(got, alike)]
+            assert not wrong, f"{type(experts).__name__}, compiled: {compute is compiled}, choices: {wrong}"
+
+
 def graphs(device: str) -> None:
     """Capture calls, and replay them with other rows each time, between eager calls."""
     cases = [Case(SHAPES[0], seed, device) for seed in range(3)]
@@ -216,7 +240,7 @@ def test_as_one_rank(body: Callable[[str], None], world: int, tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("body", [graphs, soak])
+@pytest.mark.parametrize("body", [graphs, without_waiting, soak])
 def test_repeated(body: Callable[[str], None], tmp_path: Path) -> None:
     run_on_gpus(body, tmp_path, timeout_s=300)
 

@@ -25,7 +25,8 @@ GROUPED_MATMUL, SCALED_GROUPED_MATMUL = "titanlite.grouped_matmul.default", "tit
 GATHER_ROWS, SPREAD_ROWS = "titanlite.gather_rows.default", "titanlite.spread_rows.default"
 SWIGLU_CAST, CAST_BLOCKS = "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"
 EXPERT_GATE_CAST = "titanlite.expert_gate_cast.default"
-COUNT_CHOICES, EXPERT_ROWS = "titanlite.count_choices.default", "titanlite.expert_rows.default"
+COUNT_CHOICES = "titanlite.count_choices.default"
+EXPERT_ROWS = ("titanlite.expert_rows.default", "titanlite.expert_rows_for_host.default")
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -47,7 +48,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "experts": (GROUPED_MATMUL, SCALED_GROUPED_MATMUL),
     "dispatch": (GATHER_ROWS, SPREAD_ROWS, GATHER_FROM_RANKS, *RESULTS_TO_OWNERS),
     "route": (
-        *("titanlite.router_logits.default", "titanlite.route.default", EXPERT_ROWS),
+        *("titanlite.router_logits.default", "titanlite.route.default", *EXPERT_ROWS),
         *(COUNT_CHOICES, "titanlite.count_routing.default"),
     ),
 }

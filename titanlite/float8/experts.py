@@ -22,6 +22,7 @@ from titanlite.kernels.expert_windows import (
     RowGradients,
     combine_windows_at_owners,
     first_window,
+    in_windows,
     window_gradients_at_owners,
 )
 from titanlite.kernels.float8_cast import cast_rows, cast_transpose, transpose
@@ -100,39 +101,38 @@ class _Float8Experts(torch.autograd.Function):
         ctx.to, how = (to := Dispatch(*group)), _How.of(recipe, x.dtype)
         c = Cast(*cast_rows(x, DTYPES[how.input]))
         *sent, every = to.gathered(*c, choices)
-        routing = to.routing(every, count)
-        first, has_later = first_window(routing, to, count)
-        _, slots, offsets = first
+        routing = in_windows(every, to, count)
+        _, slots, offsets, _ = first = first_window(routing, to, count)
         cast = [_straight(w, how) for w in (w13, w2)]
         a = _product_of_rows(_sent(Cast(*sent), first, to), _by_expert(cast[0], count), offsets, how, how.output)
         o = _float8_results(a, _by_expert(cast[1], count), slots, offsets, how)
         ctx.save_for_backward(x, weights, choices if group else None, a, w13, w2, *routing)
         ctx.count, ctx.how = count, how
-        if not has_later:
+        if routing.on_host is None:
             return to.sums(o, first, choices, weights, count)
-        rows = o, slots, choices, weights, count, routing.slots, routing.offsets
+        rows = o, slots, choices, weights, count, routing.slots, routing.offsets, routing.on_host
         return combine_windows_at_owners(*rows, [*sent, *cast[0], *cast[1]], _how_in_words(how), to.name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, choices, a, w13, w2, rows, slots, offsets = ctx.saved_tensors
-        how, count, to, routing = ctx.how, ctx.count, ctx.to, Routing(rows, slots, offsets)
-        first, has_later = first_window(routing, to, count)
+        x, weights, choices, a, w13, w2, *routing = ctx.saved_tensors
+        how, count, to, routing = ctx.how, ctx.count, ctx.to, Routing(*routing)
+        first, on_host = first_window(routing, to, count), routing.on_host
         g = Cast(*cast_rows(grad.contiguous(), DTYPES[how.grad_output]))
         for_w13, for_w2 = ctx.needs_input_grad[3:5]
         # The router's backward keeps x, too: casting it again takes less than keeping both.
-        c = cast_rows(x, DTYPES[how.input], grad) if for_w13 or has_later else ()
+        c = cast_rows(x, DTYPES[how.input], grad) if for_w13 or on_host is not None else ()
         *of_all, weights = to.gathered(*g, *c, weights)
         g, c = Cast(*of_all[:2]), of_all[2:]
         w13, w2, ends = _straight(w13, how), _straight(w2, how), first.offsets
         d_a, h, dots, d_rows = _through_experts(_sent(g, first, to), a, weights, w13, w2, first.slots, ends, how)
         x = Cast(*c) if for_w13 else None
-        if not has_later:  # d_rows is freed before the weights' gradients are computed
+        if on_host is None:  # d_rows is freed before the weights' gradients are computed
             d_x, d_weights = to.gradients(d_rows, first, choices, dots, count)
         d_w13, d_w2 = _of_weights(g, x, d_a, h, weights, first.slots, first.offsets, how, for_w2)
-        if has_later:
-            of_rows = d_rows, first.slots, choices, dots, count, slots, offsets, weights
+        if on_host is not None:
+            of_rows = d_rows, first.slots, choices, dots, count, routing.slots, routing.offsets, on_host, weights
             given = [*g, *c, *w13, *w2]
             d_x, d_weights = window_gradients_at_owners(*of_rows, given, d_w13, d_w2, _how_in_words(how), to.name)
         d_w13, d_w2 = (None if w is None else w.flatten(0, 1) for w in (d_w13, d_w2))

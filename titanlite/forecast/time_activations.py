@@ -92,13 +92,14 @@ def operands(
         rows = activation.flops // (2 * math.prod(args[1].shape[1:]))
         args = [_even_groups(a, rows) if _is_index(a) else a for a in args]
     if activation.op in CLASSES["dispatch"]:
-        is_window = activation.op in ops.WINDOWS  # argument 5 are the slots of all windows, 6 the offsets of groups
+        is_window = activation.op in ops.WINDOWS  # argument 5 are slots of all windows, 6 and 7 the offsets of groups
         slots = len(args[5]) if is_window else None
         if activation.op == ops.GATHER_ROWS:
             slots = int(len(args[0]) * args[2])
         args = [_in_order(a, expert_ranks, slots) if _is_places(a, activation.op) else a for a in args]
         if is_window:
             args[6] = _even_groups(args[6], len(args[5]) // expert_ranks)
+            args[7] = args[6].cpu()
     return [*args], kwargs
 
 

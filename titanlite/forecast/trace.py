@@ -103,8 +103,10 @@ def trace(
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors; for a wrapper subclass, the tensors inside it."""
+    """Yield the tensors that are not in host memory; for a wrapper subclass, the tensors inside it."""
     for tensor in tensors:
+        if tensor.is_cpu:
+            continue
         inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()  # type: ignore[attr-defined]
         yield from (getattr(tensor, name) for name in inner) if inner else (tensor,)
 
@@ -192,7 +194,7 @@ class _Recorder(TorchDispatchMode):
             return out
         makes = self.known(*results)
         inside = _memory_of_nccl(op, args, self._experts) + _memory_of_keys(op, args, results)
-        if op == ops.EXPERT_ROWS:
+        if op in ops.EXPERT_ROWS:
             self._mean_rows = len(results[1]) // self._experts.count
         elif op == ops.GATHER_ROWS and self._experts.count > 1:
             self._share = Fraction(self._mean_rows, len(results[0]))

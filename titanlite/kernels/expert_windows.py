@@ -9,8 +9,9 @@ same shapes. Of a later window only the results stay until they are sent, and ba
     experts   0 0 0 1 1 2 2 2 2 2 3 3 4        W = 7:  windows  0 0 0 1 1 | 2 2 2 2 2 3 3 | 4
 
 An expert's rows are in one window, since W is at least P·M, the most that an expert can have. So results and gradients
-have the bits of a single window. The host waits for the numbers of rows, in forward and in backward; no shape depends
-on them. All that one window needs is ready before the wait, since the GPU is idle from its end to the next launch.
+have the bits of a single window. No shape depends on the numbers of rows, but the host reads them to find the windows.
+They are copied to it behind the routing, so that it waits for that alone, while products of the first window are queued
+on the GPU; in backward they are there. What one window needs is made ready before the wait.
 
 M tokens of this rank, D width, G experts of this rank, F width of an expert, R = P·M·K, T = P·M.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from titanlite.device import has_memory
 from titanlite.kernels.operators import device_code, operator
+from titanlite.kernels.routing import arrived
 from titanlite.kernels.token_exchange import (
     Dispatch,
     Routing,
@@ -75,39 +77,49 @@ def most_windows(rows: int, n_rows: int, n_experts: int) -> int:
     return min(n_experts, 2 * ((rows - 1) // n_rows) + 1)
 
 
-def windows(offsets: Tensor, n_rows: int) -> Iterator[Window]:
-    """Divide a rank's experts into windows; the first `next` waits for the GPU. Tensors without values give only one.
+def windows(on_host: Tensor, n_rows: int) -> Iterator[Window]:
+    """Divide a rank's experts into windows. The first `next` waits until `on_host` has arrived.
 
     Args:
-        offsets: [G + 1] int32, the first row of each expert and the end of the last.
+        on_host: [G + 1] int32 in host memory, the first row of each expert and the end of the last.
         n_rows: W, at least the rows of each expert.
     """
-    if offsets.is_meta or not has_memory(offsets):
-        yield Window(0, len(offsets) - 1, 0, n_rows)
-        return
-    ends, last = offsets.tolist(), 0
+    ends, last = arrived(on_host).tolist(), 0
     while not last or ends[last] < ends[-1]:
         first, last = last, bisect_right(ends, ends[last] + n_rows) - 1
         yield Window(first, last, ends[first], ends[last])
 
 
-def first_window(routing: Routing, to: Dispatch, n_experts: int) -> tuple[Routing, bool]:
-    """Return the slots and offsets of the first window, without waiting for the GPU, and whether others are possible.
+def in_windows(choices: Tensor, to: Dispatch, n_experts: int) -> Routing:
+    """Find all rows, and let the host know their offsets if they may take several windows.
 
     Args:
-        routing: of all rows.
+        choices: [T, K] int32, of all ranks' tokens.
         to: the ranks. A rank with all experts has one window.
         n_experts: G.
     """
+    (tokens, top_k), group = choices.shape, to.group
+    some = group is not None and window_rows(group.size, tokens, top_k, n_experts) < most_rows(tokens, top_k, n_experts)
+    return to.routing(choices, n_experts, for_host=some)
+
+
+def first_window(routing: Routing, to: Dispatch, n_experts: int) -> Routing:
+    """Return the slots and offsets of the first window, without waiting for the GPU.
+
+    Args:
+        routing: the result of `in_windows`, whose other arguments are these.
+        to: the ranks.
+        n_experts: G.
+    """
     if to.group is None:
-        return routing, False
-    (rows, slots, offsets), (tokens, top_k) = routing, routing.rows.shape
+        return routing
+    (rows, slots, offsets, on_host), (tokens, top_k) = routing, routing.rows.shape
     n = window_rows(to.group.size, tokens, top_k, n_experts)
-    if n == most_rows(tokens, top_k, n_experts):
-        return Routing(rows, slots[:n], offsets), False
+    if on_host is None:
+        return Routing(rows, slots[:n], offsets)
     end = offsets.gather(0, (offsets <= n).sum(0, keepdim=True) - 1)
     at = torch.arange(n, device=slots.device, dtype=slots.dtype)
-    return Routing(rows, torch.where(at < end, slots[:n], -1), torch.minimum(offsets, end)), True
+    return Routing(rows, torch.where(at < end, slots[:n], -1), torch.minimum(offsets, end))
 
 
 class RowGradients(NamedTuple):
@@ -150,6 +162,7 @@ def compute_window(
     n_experts: int,
     slots: Tensor,
     offsets: Tensor,
+    on_host: Tensor,
     *others: Any,
 ) -> Tensor | RowGradients:
     """Compute a window, on the meta device, to find its memory. The arguments are those of an operator below."""
@@ -158,6 +171,13 @@ def compute_window(
         return _window_arithmetic(how).results(given, choices.shape[1], own, offsets)
     weights, given, d_w13, d_w2, how, _ = others
     return _window_arithmetic(how).gradients(given, weights, own, offsets, d_w13 is not None, d_w2 is not None)
+
+
+def _all_windows(o: Tensor, on_host: Tensor) -> list[Window]:
+    """Find the windows of as many rows as `o` has; tensors without values have one."""
+    if o.is_meta or not has_memory(o):
+        return [Window(0, len(on_host) - 1, 0, len(o))]
+    return [*windows(on_host, len(o))]
 
 
 def _later_results(
@@ -177,18 +197,24 @@ def _joined(found: list[Window], first: Tensor, later: list[Tensor]) -> Tensor:
 
 def _combine_on_gpus(
     o: Tensor, own: Tensor, choices: Tensor, weights: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
-    given: list[Tensor], how: str, group: str,
+    on_host: Tensor, given: list[Tensor], how: str, group: str,
 ) -> Tensor:  # fmt: skip
-    later = islice(windows(offsets, len(o)), 1, None)
+    later = islice(windows(on_host, len(o)), 1, None)
     return _combine_parts(
         o, own, _later_results(later, len(o), slots, offsets, given, how, choices.shape[1]), choices, weights, group
     )
 
 
-@operator("combine_windows_at_owners", _combine_on_gpus, sends=sent_to_owners, unless=by_collectives)
+@operator(
+    "combine_windows_at_owners",
+    _combine_on_gpus,
+    sends=sent_to_owners,
+    unless=by_collectives,
+    on_two_devices=True,
+)
 def combine_windows_at_owners(
     o: Tensor, own: Tensor, choices: Tensor, weights: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
-    given: list[Tensor], how: str, group: str,
+    on_host: Tensor, given: list[Tensor], how: str, group: str,
 ) -> Tensor:  # fmt: skip
     """Compute the windows after the first, and combine the rows of all as `combine_at_owners` does.
 
@@ -196,12 +222,13 @@ def combine_windows_at_owners(
         o, own: [W, D] and [W] int32, results and slots of the first window.
         choices, weights, n_experts, group: see `combine_at_owners`.
         slots, offsets: [R] and [G + 1] int32, of the rows of all windows.
+        on_host: the offsets in host memory, of `expert_rows_for_host`.
         given, how: the operands and the name of the arithmetic (`ARITHMETICS`).
 
     Returns:
         [M, D] in `o.dtype`.
     """
-    found = [*windows(offsets, len(o))]
+    found = _all_windows(o, on_host)
     parts = _later_results(found[1:], len(o), slots, offsets, given, how, choices.shape[1])
     rows = _joined(found, o, [part for part, _ in parts])
     return combine_at_owners.definition(rows, slots[: len(rows)], choices, weights, n_experts, group)
@@ -224,9 +251,10 @@ def _later_gradients(
 
 def _gradients_on_gpus(
     o: Tensor, own: Tensor, choices: Tensor, dots: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
-    weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
+    on_host: Tensor, weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None,
+    how: str, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    later = islice(windows(offsets, len(o)), 1, None)
+    later = islice(windows(on_host, len(o)), 1, None)
     parts = _later_gradients(later, len(o), slots, offsets, weights, given, d_w13, d_w2, how)
     return _gradients_of_parts(o, own, dots, parts, choices, group)
 
@@ -235,13 +263,16 @@ def _gradients_on_gpus(
     "window_gradients_at_owners",
     _gradients_on_gpus,
     "(Tensor o, Tensor own, Tensor choices, Tensor dots, SymInt n_experts, Tensor slots, Tensor offsets, "
-    "Tensor weights, Tensor[] given, Tensor(a!)? d_w13, Tensor(b!)? d_w2, str how, str group) -> (Tensor, Tensor)",
+    "Tensor on_host, Tensor weights, Tensor[] given, Tensor(a!)? d_w13, Tensor(b!)? d_w2, str how, str group) "
+    "-> (Tensor, Tensor)",
     sends=sent_to_owners,
     unless=by_collectives,
+    on_two_devices=True,
 )
 def window_gradients_at_owners(
     o: Tensor, own: Tensor, choices: Tensor, dots: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
-    weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None, how: str, group: str,
+    on_host: Tensor, weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None,
+    how: str, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the windows after the first, and combine all as `gradients_at_owners` does.
 
@@ -249,7 +280,7 @@ def window_gradients_at_owners(
         o, own: [W, D] and [W] int32, gradients of the rows of the first window, and their slots.
         choices, n_experts, group: see `gradients_at_owners`.
         dots: [T, K], gradients of the weights of the first window's slots, zeros for all others.
-        slots, offsets: see `combine_windows_at_owners`.
+        slots, offsets, on_host: see `combine_windows_at_owners`.
         weights: [T, K] float32.
         given, how: the operands of backward, and the name of the arithmetic.
         d_w13, d_w2: gradients of the weights of all experts, [G, 2F, D] and [G, D, F]. Those of later windows' experts
@@ -258,7 +289,7 @@ def window_gradients_at_owners(
     Returns:
         See `gradients_at_owners`.
     """
-    found = [*windows(offsets, len(o))]
+    found = _all_windows(o, on_host)
     parts = [*_later_gradients(found[1:], len(o), slots, offsets, weights, given, d_w13, d_w2, how)]
     rows = _joined(found, o, [part for part, _, _ in parts])
     dots = sum((of_part for _, _, of_part in parts), dots)

@@ -27,6 +27,7 @@ from titanlite.kernels.expert_windows import (
     RowGradients,
     combine_windows_at_owners,
     first_window,
+    in_windows,
     window_gradients_at_owners,
 )
 from titanlite.kernels.grouped_matmul import grouped_matmul, grouped_weight_gradient
@@ -85,14 +86,14 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.to = to = Dispatch(*group)
         every_x, every = to.gathered(x, choices)
-        routing = to.routing(every, len(w13))
-        first, has_later = first_window(routing, to, len(w13))
+        routing = in_windows(every, to, len(w13))
+        first = first_window(routing, to, len(w13))
         a = grouped_matmul(to.rows(every_x, first), w13, first.offsets)
         ctx.save_for_backward(x, weights, choices if group else None, a, w13, w2, *routing)
         o = _results_of_rows(a, w2, first.slots, first.offsets)
-        if not has_later:
+        if routing.on_host is None:
             return to.sums(o, first, choices, weights, len(w13))
-        rows = o, first.slots, choices, weights, len(w13), routing.slots, routing.offsets
+        rows = o, first.slots, choices, weights, len(w13), routing.slots, routing.offsets, routing.on_host
         return combine_windows_at_owners(*rows, [every_x, w13, w2], PLAIN, to.name)
 
     @staticmethod
@@ -100,9 +101,11 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, choices, a, w13, w2, *routing = ctx.saved_tensors
         to, routing = ctx.to, Routing(*routing)
-        first, has_later = first_window(routing, to, len(w13))
+        first, on_host = first_window(routing, to, len(w13)), routing.on_host
         for_w13, for_w2 = ctx.needs_input_grad[3:5]
-        grad, weights, *every_x = to.gathered(grad.contiguous(), weights, *([x] if for_w13 or has_later else []))
+        grad, weights, *every_x = to.gathered(
+            grad.contiguous(), weights, *([x] if for_w13 or on_host is not None else [])
+        )
 
         def x_rows(after: Tensor) -> Tensor:
             return to.rows(*every_x, first, after)
@@ -110,8 +113,8 @@ class _Experts(torch.autograd.Function):
         d_rows, dots, d_w13, d_w2 = _gradients_of_rows(
             to.rows(grad, first), a, weights, w13, w2, first.slots, first.offsets, x_rows if for_w13 else None, for_w2
         )
-        if has_later:
-            rows = d_rows, first.slots, choices, dots, len(w13), routing.slots, routing.offsets, weights
+        if on_host is not None:
+            rows = d_rows, first.slots, choices, dots, len(w13), routing.slots, routing.offsets, on_host, weights
             given = [grad, *every_x, w13, w2]
             d_x, d_weights = window_gradients_at_owners(*rows, given, d_w13, d_w2, PLAIN, to.name)
         else:

@@ -64,6 +64,7 @@ def operator(
     sends: Sends | None = None,
     unless: Callable[..., object] | None = None,
     flops: Callable[..., int] | None = None,
+    on_two_devices: bool = False,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Return a decorator that makes a function the definition of the operator `torch.ops.titanlite.<name>`.
 
@@ -75,6 +76,8 @@ def operator(
         sends: returns the operator's collectives. Needed if these are not its definition's, or depend on values.
         unless: (arguments of the operator) → whether the definition runs on GPUs instead of `on_gpus`.
         flops: (shapes of tensors, and other arguments) → floating-point operations.
+        on_two_devices: whether some tensors are in host memory on any device. A compiler then runs the definition with
+            tensors of either device; otherwise it takes all results to be where the arguments are.
     """
 
     def register(definition: Callable[P, R]) -> Operator[P, R]:
@@ -85,6 +88,8 @@ def operator(
             launch = _either(unless, definition, launch)
         torch.library.impl(f"titanlite::{name}", "default")(definition)
         torch.library.impl(f"titanlite::{name}", "cuda")(launch)
+        if on_two_devices:
+            torch.library.register_fake(f"titanlite::{name}", definition)
         op = getattr(torch.ops.titanlite, name).default
         op.definition, op.on_gpus, op.sends = definition, launch, sends
         if splits:

@@ -162,6 +162,38 @@ def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
     return rows.view_as(choices), slots, offsets
 
 
+_arrivals: dict[int, torch.cuda.Event] = {}
+"""By address in host memory: the event behind a copy that the host has not waited for yet."""
+
+
+def _rows_for_host_on_gpus(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, slots, offsets = expert_rows.on_gpus(choices, first, count)
+    on_host = torch.empty(offsets.shape, dtype=offsets.dtype, pin_memory=True)  # torch keeps it until it is copied to
+    on_host.copy_(offsets, non_blocking=True)
+    _arrivals[on_host.data_ptr()] = behind = torch.cuda.Event()
+    behind.record()
+    return rows, slots, offsets, on_host
+
+
+@operator("expert_rows_for_host", _rows_for_host_on_gpus, on_two_devices=True)
+def expert_rows_for_host(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `expert_rows`, and a copy of the last in host memory, [G + 1] int32.
+
+    The host does not wait for the copy; `arrived` does. The copy is queued here, so before all that reads the rows.
+    """
+    rows, slots, offsets = expert_rows.definition(choices, first, count)
+    on_host = torch.zeros_like(offsets, device="cpu") if offsets.is_meta else offsets.to("cpu", copy=True)
+    return rows, slots, offsets, on_host
+
+
+def arrived(on_host: Tensor) -> Tensor:
+    """Return the last result of `expert_rows_for_host` once it has its values; only the first call for it may wait."""
+    behind = _arrivals.pop(on_host.data_ptr(), None)
+    if behind is not None:
+        behind.synchronize()
+    return on_host
+
+
 @operator("gather_rows", "expert_rows.launch_gather_rows", splits=(Split((1, None), 1),))
 def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = None) -> Tensor:
     """Copy each token to its rows.

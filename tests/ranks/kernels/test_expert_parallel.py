@@ -187,7 +187,7 @@ def test_backward_keeps_a_window_whatever_the_router_chooses(float8: bool, tmp_p
         choices = case.choices.chunk(2)[rank].clone()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             compute(x, weights, choices, w13, w2, E)
-        of_routing = 2 * M * K * 4 + (E // 2 + 1) * 4 + choices.nbytes  # rows, slots, offsets
+        of_routing = 2 * M * K * 4 + 2 * (E // 2 + 1) * 4 + choices.nbytes  # rows, slots, offsets twice
         wanted = rows * 2 * F * 2 + x.nbytes + weights.nbytes + w13.nbytes + w2.nbytes + of_routing
         return [] if sum(kept.values()) == wanted else [f"{sum(kept.values())} bytes, {wanted} wanted"]
 
@@ -199,8 +199,8 @@ def watched() -> Iterator[list[int]]:
     """Collect the number of windows of each call."""
     counts, find = list[int](), expert_windows.windows
 
-    def counted(offsets: Tensor, n_rows: int) -> Iterator[expert_windows.Window]:
-        counts.append(len(found := [*find(offsets, n_rows)]))
+    def counted(on_host: Tensor, n_rows: int) -> Iterator[expert_windows.Window]:
+        counts.append(len(found := [*find(on_host, n_rows)]))
         return iter(found)
 
     expert_windows.windows = counted

@@ -66,6 +66,7 @@ def routing_calls(device: str) -> dict[str, list[tuple]]:
         "route_grad": [(weights.detach(), logits.detach(), choices, "softmax", False, 1.0)],
         "expert_rows": [(choices, 0, 8)],
         "count_choices": [(choices, torch.ones(6, dtype=torch.bool, device=device), 8)],
+        "expert_rows_for_host": [(choices, 0, 8)],
         "gather_rows": [(x, slots, 2)],
         "combine": [(o, rows, given) for given in (weights, None)],
         "spread_rows": [(x, rows, given, 12) for given in (weights, None)],
