@@ -151,7 +151,10 @@ class Dispatch:
         return own if self.group is None else tuple(gather_from_ranks(list(own), self.group.name))
 
     def routing(self, choices: Tensor, count: int, for_host: bool) -> Routing:
-        """Find the rows of this rank's `count` experts; `choices`: [P·M, K], the experts of all ranks' tokens."""
+        """Find the rows of this rank's `count` experts, with the offsets in host memory if the host needs them.
+
+        `choices`: [P·M, K], the experts of all ranks' tokens.
+        """
         first = 0 if self.group is None else self.group.rank * count
         return Routing(*(expert_rows_for_host if for_host else expert_rows)(choices, first, count))
 
