@@ -1,7 +1,8 @@
 """Compare runs: a verdict on each against the first, loss curves, results, and how their configs differ.
 
 A verdict is "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of the loss
-over the last fifth of the steps. If a run differs, or has ended before the last step of its config, the exit code is 1.
+over the last fifth of the steps; "undecided" where nothing says how much of it is chance. If a run differs, is
+undecided, or has ended before the last step of its config, the exit code is 1.
 The effect of rounding is measured on runs of the first run's config whose initial weights were nudged. --floor trains
 one such run, or up to four if the verdict needs them, into FIRST-nudged, FIRST-nudged-2 … beside FIRST. Later
 comparisons use these folders again. For mixtures of experts a second picture shows the tokens of each expert over time.
@@ -56,8 +57,8 @@ def run(argv: Sequence[str]) -> int:
     """Compare the runs that `argv` names; write the pictures, and print verdicts and tables.
 
     Returns:
-        1 if a run differs from the first by its verdict or in a layer, has no step in common with the first, or if one
-            of these two has ended before the last step of its config; else 0.
+        1 if a run differs from the first by its verdict or in a layer, is undecided, has no step in common with the
+            first, or if one of these two has ended before the last step of its config; else 0.
     """
     words, given = COMMAND.read_words(argv)
     folders = [Path(word) for word in words]

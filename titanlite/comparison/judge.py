@@ -48,7 +48,7 @@ class Verdict:
     """How the loss of a run differs from that of the first run."""
 
     run: str  # name of the run
-    kind: str  # "equal bits", "within" rounding, seed noise or tolerance, "no difference shown" or "differs"
+    kind: str  # "equal bits", "within" rounding, seed noise or tolerance, "no difference shown", "undecided", "differs"
     line: str  # text that `titanlite compare` prints
     low: float = math.nan  # low to high: interval of the run's mean loss minus the first's, in nats per token;
     high: float = math.nan  # infinite if there are too few steps, NaN if there is no mean
@@ -60,7 +60,7 @@ class Verdict:
     @property
     def passes(self) -> bool:
         """Return whether the run trains like the first, and neither run ended before the last step of its config."""
-        return self.kind != "differs" and not self.is_short
+        return self.kind not in ("differs", "undecided") and not self.is_short
 
 
 def judge(
@@ -90,16 +90,21 @@ def judge(
     last = slice(-max(1, round(len(loss) * _LAST)), None)
     mean, (low, high) = float(loss[last].mean()), _interval(loss[last])
     differ = _other_samples(first, other)
-    ratio = max(drift_ratios(first, other, nudged).values()) if nudged and not differ else math.inf
+    is_measured = bool(nudged) and not differ
+    ratio = max(drift_ratios(first, other, nudged).values()) if is_measured else math.inf
+    spread = _spread(first, seeds, tokens[last]) if seeds else 0.0
+    has_evidence = math.isfinite(high) or (tolerance is None and (is_measured or spread > 0))
     if is_equal:
         kind, low, high = "equal bits", 0.0, 0.0
     elif nudged and ratio <= _LIMITS[len(nudged) - 1]:
         kind = "within rounding"
-    elif seeds and abs(mean) < _spread(first, seeds, tokens[last]):
+    elif abs(mean) < spread:
         kind = "within seed noise"
+    elif not has_evidence:
+        kind = "undecided"
     elif tolerance is not None:
         kind = "within tolerance" if max(abs(low), abs(high)) <= tolerance else "differs"
-    elif (differ or not nudged) and low <= 0 <= high and math.isfinite(high):
+    elif not is_measured and low <= 0 <= high and math.isfinite(high):
         kind = "no difference shown"
     else:
         kind = "differs"
@@ -111,7 +116,9 @@ def judge(
         f"{run.steps_asked:,}"
         for run in silent
     ]
-    if not is_equal and (differ or not nudged):
+    if kind == "undecided":
+        doubts.insert(0, f"an interval takes {_FEWEST / _LAST:.0f} steps that both have logged")
+    if not is_equal and not is_measured:
         samples = f"other samples: {', '.join(differ)} differs"
         doubts.insert(0, samples if differ else "rounding not measured: --floor")
     elif not is_equal and _is_between(ratio, len(nudged)):

@@ -41,7 +41,7 @@ def test_several_runs_and_what_differs(tmp_path, capsys):
     ]
     assert run([*runs, "--out", str(tmp_path / "new/picture.png")]) == 1
     verdict, *rest = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("b: differs: +1, of too few steps for an interval, at ")
+    assert verdict.startswith("b: undecided: +1, of too few steps for an interval, at ")
     lines = [line.split() for line in rest]
     assert lines[1] == ["a", "2", "4.0000", "-", "1,234", "50.0%", "1.5"]
     assert lines[2] == ["b", "3", "(stopped)", "3.5000", "-", "100", "-", "1.5"]

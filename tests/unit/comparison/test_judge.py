@@ -84,7 +84,7 @@ def test_seeds_of_other_tokens_are_no_spread() -> None:
     elsewhere = record(curve())
     for row in elsewhere.rows:
         row["tokens"] += 1
-    assert judge(record(curve()[:4]), record(late[-4:]), seeds=[elsewhere]).kind == "differs"  # type: ignore[union-attr]
+    assert judge(record(curve()[:4]), record(late[-4:]), seeds=[elsewhere]).kind == "undecided"  # type: ignore[union-attr]
 
 
 def test_a_difference_in_the_gradient_norm_alone_is_found() -> None:
@@ -209,16 +209,35 @@ def test_what_few_steps_a_verdict_is_on_is_said_of_every_kind() -> None:
     assert found.line.endswith(" at 399.0 k tokens, in the 200 steps that both have")
 
 
-def test_too_few_steps_pass_nothing() -> None:
-    found = judge(record(curve()[:10]), record(curve()[:10] + 9))
+FEW = record(curve()[:10], "base")
+FEW_NUDGED, FEW_SEEDS = ([record(curve()[:10] + by) for by in of] for of in ((1e-6, -2e-6), (-0.03, 0.04)))
+PARTED = np.where(np.arange(10) < 5, 9, 0)  # the last fifth is the same
+
+
+@pytest.mark.parametrize(
+    ("offset", "given", "kind"),
+    [
+        (9, {}, "undecided"),
+        (PARTED, {"tolerance": 0.1}, "undecided"),
+        (9, {"nudged": FEW_NUDGED, "tolerance": 0.1}, "undecided"),
+        (9, {"seeds": FEW_SEEDS, "tolerance": 0.1}, "undecided"),
+        (9, {"seeds": seeds(0, 0)}, "undecided"),  # a spread of nothing
+        (9, {"nudged": FEW_NUDGED}, "differs"),
+        (9, {"seeds": FEW_SEEDS}, "differs"),
+        (0.02, {"seeds": FEW_SEEDS}, "within seed noise"),
+    ],
+)
+def test_too_few_steps_pass_nothing_and_differ_by_evidence_alone(offset: Any, given: dict, kind: str) -> None:
+    found = judge(FEW, record(curve()[:10] + offset), **given)
     assert found is not None
-    assert found.kind == "differs"
-    assert "too few steps" in found.line
-    losses = curve()[:10]
-    losses[:5] += 9
-    found = judge(record(curve()[:10]), record(losses), tolerance=0.1)  # whose last fifth is the same
-    assert found is not None
-    assert found.kind == "differs"
+    assert (found.kind, found.passes) == (kind, kind.startswith("within"))
+    assert "too few steps for an interval" in found.line
+    assert ("an interval takes 100 steps that both have logged" in found.line) == (kind == "undecided")
+
+
+def test_a_floor_of_other_samples_decides_nothing_for_too_few_steps() -> None:
+    other = replace(record(curve()[:10] + 9), config={"training.seed": 1})
+    assert judge(FEW, other, FEW_NUDGED).kind == "undecided"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("key", "value"), [("training.seed", 1), ("data.max_tokens", 7), ("training.seq_len", 9)])
