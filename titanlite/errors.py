@@ -5,9 +5,10 @@ fix a `TitanliteError`: the command line prints it without a traceback and exits
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Self, TypeVar
 
+T = TypeVar("T")
 _LONGEST, _MOST = 2_000, 100  # characters per part, and problems per source, in a message
 
 
@@ -120,3 +121,27 @@ def describe(source: str, problems: Sequence[Problem]) -> ErrorReport:
     report = ErrorReport(f"{source}: {len(problems)} {noun}\n  {body}")
     report.source, report.problems = source, tuple(problems)
     return report
+
+
+class Together:
+    """Runs checks that do not depend on each other, and raises their errors as one."""
+
+    def __init__(self) -> None:
+        self.errors: list[TitanliteError] = []
+
+    def attempt(self, check: Callable[[], T]) -> T | None:
+        """Return the result of a check, or None if it fails."""
+        try:
+            return check()
+        except TitanliteError as error:
+            self.errors.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raise a single error as it is, several as one ConfigError with a report for each source."""
+        by_source: dict[str, list[Problem]] = {}
+        for report in (report for error in self.errors for report in error.args):
+            by_source.setdefault(report.source, []).extend(report.problems)
+        if self.errors:
+            several = ConfigError(*(describe(source, found) for source, found in by_source.items()))
+            raise several if len(self.errors) > 1 else self.errors[0]

@@ -32,7 +32,7 @@ from titanlite.commands.new_wishes import (
     wished_model,
 )
 from titanlite.data.sources import resolve
-from titanlite.errors import ConfigError, DataError, Problem, TitanliteError, describe
+from titanlite.errors import ConfigError, DataError, Problem, TitanliteError, Together, describe
 from titanlite.forecast.network import DEFAULT_NETWORK, networks
 from titanlite.preflight.machine import GPU_NAMES, NETWORK, Machine, machine_here, machine_named, network_of
 from titanlite.preflight.output_file import writable
@@ -71,18 +71,21 @@ def run(argv: list[str]) -> int:
         fix = "titanlite new mine.toml"
         raise ConfigError.of("command line", "FILE", " ".join(files), "the name of one .toml file to write", fix)
     named, model, is_terminal = (files[0] if files else None), given.get(_MODEL), _is_terminal()
+    checks, is_named = Together(), _GPU in given or _GIB in given
+    attempt = checks.attempt
     if not is_terminal and model != LIST:
-        _refuse_to_guess(given)
-    tokens = token_count(given[_TOKENS]) if _TOKENS in given else None if is_terminal else 0
-    world = number_of(given, _WORLD, int, "a number of GPUs, at least 1", f"{_WORLD} 8")
-    gib = number_of(given, _GIB, float, "the GiB of a GPU", f"{_GIB} 80")
+        attempt(lambda: _refuse_to_guess(given))
+    tokens = attempt(lambda: token_count(given[_TOKENS])) if _TOKENS in given else None if is_terminal else 0
+    world = attempt(lambda: number_of(given, _WORLD, int, "a number of GPUs, at least 1", f"{_WORLD} 8"))
+    gib = attempt(lambda: number_of(given, _GIB, float, "the GiB of a GPU", f"{_GIB} 80"))
     data, tokenizer = given.get(_DATA), given.get(_TOKENIZER, None if is_terminal else "bytes")
-    is_named = _GPU in given or _GIB in given
-    network = network_of(given, world)
-    machine = machine_named(given.get(_GPU, ""), gib, world or 1, network) if is_named else None
-    check_wishes(model, data, tokenizer or "bytes", is_named)
-    if model != LIST and (named or model):
-        file_to_write(named, model or "")
+    network = attempt(lambda: network_of(given, world)) if world or _WORLD not in given else None
+    is_known = is_named and (gib or _GIB not in given)
+    machine = attempt(lambda: machine_named(given.get(_GPU, ""), gib, world or 1, network)) if is_known else None
+    attempt(lambda: check_wishes(model, data, tokenizer or "bytes", is_named))
+    if model != LIST and (named or (model and not checks.errors)):
+        attempt(lambda: file_to_write(named, model or ""))
+    checks.raise_all()
     if machine and machine.rates and world is None:
         host = f"{_WORLD} {machine.rates.host} plans for a host of {machine.rates.host}"
         sys.stderr.write(f"for one GPU, as {_WORLD} is not given; {host}\n")

@@ -11,7 +11,7 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config, Model
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.train_tokenizer import LEAST_IDS
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, Together
 from titanlite.hub import folder_of, is_hub_name
 from titanlite.preflight.output_file import require_new
 from titanlite.preflight.run_folder import RunFolder
@@ -95,22 +95,15 @@ def ids_to_train(tokenizer: str) -> int:
 def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhere: bool) -> None:
     """Check the wishes that flags give, and raise all errors as one. None: not given, to be asked for later."""
 
-    def check_text() -> None:
-        n_ids, source = ids_to_train(tokenizer), data or Config().data.source
-        wishes = Wishes("", source, "bytes" if n_ids else tokenizer, is_elsewhere=is_elsewhere)
-        is_text = wished_inputs(Config(), wishes)[1].is_text
-        if n_ids and not is_text:
-            want = f"no {TRAIN}N for token files such as {source!r}, whose ids another tokenizer has made"
-            raise ConfigError.of("command line", "--tokenizer", tokenizer, want, "leave it out")
-
-    found = list[TitanliteError]()
-    for check in (lambda: model in (None, LIST) or wished_model(model), check_text):
-        try:
-            check()
-        except TitanliteError as error:
-            found.append(error)
-    if found:
-        raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
+    checks, source = Together(), data or Config().data.source
+    checks.attempt(lambda: model in (None, LIST) or wished_model(model))
+    n_ids = checks.attempt(lambda: ids_to_train(tokenizer))
+    wishes = Wishes("", source, tokenizer if n_ids == 0 else "bytes", is_elsewhere=is_elsewhere)
+    found = checks.attempt(lambda: wished_inputs(Config(), wishes)[1])
+    if n_ids and found and not found.is_text:
+        want = f"no {TRAIN}N for token files such as {source!r}, whose ids another tokenizer has made"
+        checks.errors.append(ConfigError.of("command line", "--tokenizer", tokenizer, want, "leave it out"))
+    checks.raise_all()
 
 
 def file_to_write(named: str | None, model: str) -> Path:

@@ -24,7 +24,7 @@ from titanlite.data.order import epochs, order_in_words
 from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.data.stages import StageTable
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import TitanliteError, Together
 from titanlite.hub import missing_weights
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.hints import no_login
@@ -46,11 +46,8 @@ def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
     given = COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
-    found, step, samples, foreseen = list[TitanliteError](), None, 0, None
-    try:
-        check_cache(checked.inputs, checked.config.data)
-    except TitanliteError as error:
-        found.append(error)
+    checks, step, samples, foreseen = Together(), None, 0, None
+    checks.attempt(lambda: check_cache(checked.inputs, checked.config.data))
     with at_work("assembling the model for what only it can tell"):
         from titanlite.training.assemble import try_assembly
 
@@ -58,9 +55,9 @@ def run(argv: list[str]) -> int:
             foreseen = try_assembly(checked, given.world)
             checked, step, samples = _of_host_and_folder(checked, given.world, foreseen)
         except TitanliteError as error:
-            found.append(error)
-    if found or foreseen is None:
-        raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
+            checks.errors.append(error)
+    checks.raise_all()
+    assert foreseen is not None  # noqa: S101
     sys.stdout.write(summary(checked, foreseen, given.file, given.world, step, samples))
     return 0
 

@@ -1,9 +1,9 @@
 """Check the data of a run before it starts, in a fraction of a second, without preparing it and without torch."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ from titanlite.data.token_files import first_ids, require_separator, scan
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
 from titanlite.errors import DataError
+from titanlite.hub import is_hub_name
 
 _SMALL_BYTES = 1 << 20  # size up to which `check_inputs` reads a source completely
 _LOOKED_AT_TOKENS = 1 << 22  # tokens of token files that are searched for the separator
@@ -91,16 +92,11 @@ def check_inputs(
         DataError: a check fails; the error lists all problems.
     """
     problems = list[str]()
-    found, tokenizer = dict[str, Source](), None
-    for key, name in (dict(source_keys(config).values()) | held_out_sources(config)).items():
-        with _gathered(problems):
-            found[key] = resolve(name, key)
+    found, tokenizer = _named(config, problems)
     is_text = [source.kind != "tokens" for source in found.values()]
-    if not found or any(is_text):
+    if tokenizer and vocab_size is not None:
         with _gathered(problems):
-            tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
-            if vocab_size is not None:
-                check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
+            check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
     with _gathered(problems):
         check_cache_is_folder(config.data)
     inputs = Inputs(found, {}, {}, tokenizer, [])
@@ -117,6 +113,37 @@ def check_inputs(
     if problems:
         raise DataError(*problems)
     return inputs
+
+
+def check_named_inputs(config: Config, wrong: Collection[str]) -> None:
+    """Check only that sources and a tokenizer on this host are there, as far as their keys are not among the `wrong`.
+
+    This holds whatever the other keys of `[data]` should have been.
+
+    Raises:
+        DataError: one is not; the error lists all.
+    """
+    problems, tokenizer = list[str](), config.data.tokenizer
+    is_known = "data.tokenizer" not in wrong and not is_hub_name(tokenizer)
+    data = replace(config.data, tokenizer=tokenizer if is_known else "bytes", add_bos_token=False)
+    _named(replace(config, data=data), problems, wrong)
+    if problems:
+        raise DataError(*problems)
+
+
+def _named(
+    config: Config, problems: list[str], wrong: Collection[str] = ()
+) -> tuple[dict[str, Source], Tokenizer | None]:
+    """Return the sources by key, and the tokenizer if one is text; add what is not there to `problems`."""
+    found, tokenizer = dict[str, Source](), None
+    for key, name in (dict(source_keys(config).values()) | held_out_sources(config)).items():
+        with _gathered(problems):
+            if key not in wrong:
+                found[key] = resolve(name, key)
+    if not found or any(source.kind != "tokens" for source in found.values()):
+        with _gathered(problems):
+            tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
+    return found, tokenizer
 
 
 @contextmanager

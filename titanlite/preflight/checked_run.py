@@ -21,7 +21,7 @@ from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.schema import FROM_CHECKPOINT, Config, schema_keys
 from titanlite.config.stages import sequences_per_step
-from titanlite.data.inputs import Inputs, check_inputs
+from titanlite.data.inputs import Inputs, check_inputs, check_named_inputs
 from titanlite.data.stages import StageTable, stage_table
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
@@ -104,6 +104,10 @@ class _Checks:
         self.wrong.update(needs[:1], (problem.where.partition("[")[0] for _, problem in found))
         return None
 
+    def attempt_names(self, config: Config) -> None:
+        """Check that sources and tokenizer are there, where other mistakes forbid to look into them."""
+        self.attempt(lambda: check_named_inputs(config, self.problems.wrong_keys()))
+
 
 def checked_run(
     argv: Sequence[str], world_size: int | None = None, has_weights: bool = True, is_start: bool = False
@@ -152,6 +156,8 @@ def checked_run(
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     unit_len = None if table is None else table.unit_len
+    if not checks.are_right("data", "validation"):
+        checks.attempt_names(config)
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences, unit_len), "data", "validation")
     attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation")
     repeated = list[str]()
@@ -208,6 +214,7 @@ def _from_afar(
 
     found = None if checks.problems else checks.attempt(reach)
     if found is None:
+        checks.attempt_names(config)
         raise checks.problems.error(ConfigError)
     return found
 

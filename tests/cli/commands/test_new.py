@@ -276,6 +276,28 @@ def test_what_is_wrong_is_said_before_torch_is_imported_and_nothing_is_written(
     assert os.listdir() == [text]
 
 
+def test_every_flag_that_is_wrong_is_said_at_once(call: Call, text: str) -> None:
+    flags = {
+        "--tokens": "x",
+        "--world": "0",
+        "--gpu": "h10",
+        "--model": "9B",
+        "--tokenizer": "train:5",
+        "--data": "no.txt",
+    }
+    said = call("new", "runs/mine.toml", *(word for flag in flags.items() for word in flag), ends=2)
+    heads = [line.split(" = ")[0].strip() for line in said.splitlines() if re.match("  [^ ]|[^ ]", line)]
+    assert heads == [
+        "command line: 6 problems",
+        *("--tokens", "--world", "--gpu", "model.flavor", "--tokenizer", "FILE", "data: 1 problem", "data.source"),
+    ]
+    # What another flag decides is not said of a wrong one.
+    said = call("new", "--data", text, "--world", "x", "--network", "eth100", "--device-gib", "much", ends=2)
+    assert said.startswith("command line: 3 problems\n")
+    assert "--gpu" not in said
+    assert "--network" not in said
+
+
 @pytest.mark.parametrize(
     ("named", "there", "said"),
     [

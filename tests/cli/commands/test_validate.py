@@ -612,6 +612,32 @@ def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch
     ]
 
 
+NO_SOURCE = 'source = "nosuch.txt"\ntokenizer = '
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f'[data]\npacking = "foo"\n{NO_SOURCE}"nosuch.json"\n', "2 data.packing, 3 data.source, 4 data.tokenizer"),
+        (f'[validation]\nfreq = -1\n[data]\n{NO_SOURCE}"nosuch.json"\n', "2 validation.freq, 4 data.source, 5 data.to"),
+        (f'[optimizer]\nlr = -1\n[data]\n{NO_SOURCE}"hf:no/body"\n', "2 optimizer.lr, 4 data.source"),
+        (
+            f'[data]\ntokeniser = "a"\nadd_bos_token = true\n{NO_SOURCE}5\n',
+            "2 data.tokeniser, 4 data.source, 5 data.to",
+        ),
+        (
+            '[[data.mixture]]\nname = "a"\nweight = -1\nsource = "nosuch.txt"\n',
+            "3 data.mixture[0].we, 4 data.mixture[0].so",
+        ),
+    ],
+)
+def test_a_key_and_the_data_are_refused_at_once(text: str, said: str, tmp_path: Path) -> None:
+    first, *rest = heads(text, tmp_path)
+    assert first == f"/run.toml: {len(rest)} problems"
+    for line, expected in zip(rest, said.split(", "), strict=True):
+        assert line.startswith("line {}  {}".format(*expected.split()))
+
+
 @pytest.mark.parametrize(
     ("text", "silent"),
     [
