@@ -12,8 +12,9 @@ Layout, micro-batch and save-list are those that the forecast finds fastest amon
 follow from the compute of the whole run. Comments in the file give the reasons, the alternatives and the run's days.
 """
 
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -98,12 +99,13 @@ def run(argv: list[str]) -> int:
     if is_terminal or model == LIST:
         sys.stderr.write(f"for {machine}\n")
     if model == LIST:
-        _list_models(Path(named or "").parent, replace(wishes, model=""), machine)
+        fitting = _list_models(Path(named or "").parent, replace(wishes, model=""), machine)
         if not is_terminal:
+            sys.stdout.write(_next_of_list(files, given, fitting, machine))
             return 0
         wishes = replace(wishes, model="")
     file, wishes, choices, text = _ask_and_choose(named, wishes, machine, asks_tokens=tokens is None)
-    _write_checked(file, config_text(choices, str(file), text), machine.world, wishes.lacks_tokenizer)
+    _write_checked(file, config_text(choices, str(file), text), machine.world, wishes.lacks_tokenizer, text.tokens)
     if wishes.lacks_tokenizer:
         here = f"{wishes.tokenizer} is not here: the vocabulary is the model's, {choices.dims.vocab_size:,} ids"
         sys.stdout.write(f"{here}\n")
@@ -171,15 +173,30 @@ def _with_defaults(wishes: Wishes) -> Wishes:
     return replace(wishes, data=wishes.data or "python_stdlib", tokenizer=wishes.tokenizer if is_there else "bytes")
 
 
-def _list_models(folder: Path, wishes: Wishes, machine: Machine) -> None:
-    """Print what `--model list` shows: the size of the text, and each model on the machine. `folder`: of the config."""
+def _list_models(folder: Path, wishes: Wishes, machine: Machine) -> list[str]:
+    """Print what `--model list` shows: the size of the text, and each model on the machine. `folder`: of the config.
+
+    Returns:
+        The models that fit.
+    """
     from titanlite.commands.new_models import list_models
     from titanlite.commands.new_text import read_text
 
     wishes = replace(wishes, data=wishes.data or "python_stdlib", tokenizer=wishes.tokenizer or "bytes")
     wishes, text = read_text(wishes, folder)
     sys.stdout.write(f"{wishes.data}: {text.words}\n")
-    list_models(wishes, machine)
+    return list_models(wishes, machine, text.tokens)
+
+
+def _next_of_list(files: list[str], given: dict[str, str], fitting: Sequence[str], machine: Machine) -> str:
+    """Return the line that says how to write the config of a model of the list; "" if none fits."""
+    from titanlite.commands.new_choices import default_model
+
+    if not fitting:
+        return ""
+    usual = default_model(machine)
+    flags = {_DATA: "python_stdlib", **given, _MODEL: usual if usual in fitting else fitting[-1]}
+    return f"next: titanlite new {shlex.join([*files, *(word for flag in flags.items() for word in flag)])}\n"
 
 
 def _is_terminal() -> bool:
@@ -211,12 +228,14 @@ def _ask(question: str, default: str, check: Callable[[str], object]) -> str:
         return answer
 
 
-def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> None:
-    """Write the config, and delete it again if it fails a check of `titanlite train`.
+def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool, tokens: float | None) -> None:
+    """Write the config, and delete it again if it fails a check of `titanlite train`; print its warnings.
 
-    `lacks_tokenizer`: the tokenizer is not on this machine, so the checks take `bytes` in its place.
+    `lacks_tokenizer`: the tokenizer is not on this machine, so the checks take `bytes` in its place. `tokens`: of the
+    text, as far as they are known.
     """
     from titanlite.preflight.checked_run import checked_run
+    from titanlite.preflight.start import check_sources
 
     with writable("titanlite new", "FILE", file), file.open("x", encoding="utf-8") as opened:
         opened.write(text)
@@ -226,5 +245,8 @@ def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> 
     except BaseException:
         file.unlink()
         raise
-    for text in () if lacks_tokenizer else checked.warnings:  # they concern the vocabulary of `bytes`
-        sys.stderr.write(f"warning: {text}\n")
+    warnings = [] if lacks_tokenizer else [*checked.warnings]  # they concern the vocabulary of `bytes`
+    if tokens and not checked.inputs.tokens:  # else the checks have counted the text themselves
+        inputs = replace(checked.inputs, tokens={"data.source": round(tokens)})
+        warnings += check_sources(checked.config, inputs, checked.table)
+    sys.stderr.writelines(f"warning: {text}\n" for text in warnings)

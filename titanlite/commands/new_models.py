@@ -7,35 +7,46 @@ from titanlite.byte_size import byte_size
 from titanlite.commands.new_choices import UnfitError, choose_run
 from titanlite.commands.new_wishes import Wishes, wished_model
 from titanlite.config.schema import Config
+from titanlite.data.order import epochs
 from titanlite.errors import TitanliteError
 from titanlite.forecast.outlook import large
 from titanlite.models.experts import count_parameters
 from titanlite.models.find import build_model
 from titanlite.preflight.machine import Machine
 from titanlite.recipes import model_dims, names
+from titanlite.text_table import folded, terminal_width
 
 
-def list_models(wishes: Wishes, machine: Machine) -> None:
-    """Print each model, the smallest first, as soon as its fastest run on the machine is found.
+def list_models(wishes: Wishes, machine: Machine, of_text: float | None) -> list[str]:
+    """Print each model that fits, the smallest first, as soon as its fastest run on the machine is found.
 
-    A line has the model's parameters, the tokens that `wishes` has or that suit it, memory of a GPU and the run's
-    time; or why it does not fit.
+    A line has the model's parameters, the tokens that `wishes` has or that suit it, the epochs that they are of
+    `of_text` tokens (None: not known), memory of a GPU and the run's time. The last line has all that do not fit, and
+    why the first of them does not.
+
+    Returns:
+        The names of the models that fit.
     """
-    models = sorted(names("model"), key=_parameters)
-    is_gpu = machine.rates is not None
+    models, fitting, too_large = sorted(names("model"), key=_parameters), list[str](), list[str]()
+    is_gpu, passes = machine.rates is not None, f"  {'epochs':>7}" if of_text else ""
     width, of = max(map(len, models)), "of each GPU" if is_gpu else "memory"
-    _print(f"{'model':{width}}  {'parameters':>13}  {'tokens':>13}  {of:>11}  {'time':>12}")
+    _print(f"{'model':{width}}  {'parameters':>13}  {'tokens':>13}{passes}  {of:>11}  {'time':>12}")
     for name in models:
         try:
             found = choose_run("new", replace(wishes, model=name), machine)
             held = byte_size(found.chosen.on_device * (1 if is_gpu else machine.world))
-            numbers = f"{large(found.parameters):>13}  {large(found.tokens):>13}  {held:>11}"
+            passes = f"  {epochs(found.trained_on / of_text).split()[0]:>7}" if of_text else ""
+            numbers = f"{large(found.parameters):>13}  {large(found.tokens):>13}{passes}  {held:>11}"
             _print(f"{name:{width}}  {numbers}  {found.outlook.lasts:>12}")
+            fitting.append(name)
         except UnfitError as error:
-            _print(f"{name:{width}}  {large(_parameters(name)):>13}  does not fit: {error.short}")
+            too_large.append(f"{name} ({error.short})" if not too_large else name)
         except TitanliteError as error:
             problem = error.args[0].problems[0]
             _print(f"{name:{width}}  {large(_parameters(name)):>13}  {problem.where}: {problem.want}")
+    if too_large:
+        sys.stdout.write(folded(f"{len(too_large)} do not fit: {', '.join(too_large)}\n", terminal_width()))
+    return fitting
 
 
 def _parameters(name: str) -> int:

@@ -120,7 +120,9 @@ def test_in_a_terminal_it_asks_until_an_answer_is_one(
     assert main(["new", "other.toml"]) == 130
 
 
-def test_the_text_is_counted_and_a_tokenizer_trained_once(call: Call, text: str) -> None:
+def test_the_text_is_counted_and_a_tokenizer_trained_once(
+    call: Call, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     wished = "--model", "debug", "--data", text, "--tokens", "20M", "--tokenizer", "train:300", *ON_CPU
     said, n_bytes = call("new", "mine.toml", *wished), Path(text).stat().st_size
     (file,) = Path("tokenizers").iterdir()
@@ -130,7 +132,9 @@ def test_the_text_is_counted_and_a_tokenizer_trained_once(call: Call, text: str)
     written, before = " ".join(Path("mine.toml").read_text().replace("#", "").split()), file.stat().st_mtime_ns
     assert f"{file}: 300 ids, trained on all of its 2.8 MB\n" in said
     assert "300 ids, trained on all of its 2.8 MB; keep the file" in written
-    again = call("new", "again.toml", *wished)
+    main(["new", "again.toml", *wished])
+    again, err = capsys.readouterr()
+    assert re.search(r'\nwarning: data.source = "text.txt": [\d.]+ epochs in [\d,]+ steps; from the fifth on ', err)
     assert f"{file}: 300 ids, trained on this text before\n" in again
     assert file.stat().st_mtime_ns == before
 
@@ -171,19 +175,21 @@ def test_what_needs_no_sample_or_has_none_is_told_as_it_is(
 def test_models_are_listed_with_what_they_take_or_why_they_do_not_fit(
     call: Call, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["llama3-70B", "llama3-1B", "llama3-debug"]
+    names = ["llama3-70B", "llama3-8B", "llama3-1B", "llama3-debug"]
     monkeypatch.setattr("titanlite.commands.new_models.names", lambda _: names)
     main(["new", "--model", "list", "--data", text, "--gpu", "h100", "--tokens", "20B"])
     out, err = capsys.readouterr()
     assert "for one GPU, as --world is not given; --world 8 plans for a host of 8\n" in err
-    first, _, *rows = out.splitlines()
+    first, head, *rows, too_large, following = out.splitlines()
     assert first.startswith(f"{text}: about 2.78 million tokens, ")
-    assert [row.split()[0] for row in rows] == names[::-1]
+    assert head.split() == ["model", "parameters", "tokens", "epochs", "of", "each", "GPU", "time"]
+    assert [row.split()[0] for row in rows] == ["llama3-debug", "llama3-1B"]
     said = call("new", "mine.toml", "--model", "1B", "--data", text, "--gpu", "h100", "--world", "1", "--tokens", "20B")
     lasts = re.findall("20 billion tokens take (.*)\n", said)[0]
-    assert re.fullmatch(rf" +llama3-1B +974 million +20 billion +[\d.]+ GiB +{lasts}", rows[1])
-    least = r"does not fit: at least [\d.]+ GiB on each; it fits with --world \d+"
-    assert re.fullmatch(rf" +llama3-70B +70\.6 billion +{least}", rows[2])
+    assert re.fullmatch(rf" +llama3-1B +974 million +20 billion +7,2\d\d +[\d.]+ GiB +{lasts}", rows[1])
+    least = r"at least [\d.]+ GiB on each; it fits with --world \d+"
+    assert re.fullmatch(rf"2 do not fit: llama3-8B \({least}\), llama3-70B", too_large)
+    assert following == f"next: titanlite new --data {text} --model llama3-1B --gpu h100 --tokens 20B"
     assert sorted(os.listdir()) == ["mine.toml", text]
 
 
@@ -415,5 +421,5 @@ def test_an_interrupt_leaves_no_file_that_was_not_checked(tmp_path: Path, monkey
 
     monkeypatch.setattr("titanlite.preflight.checked_run.checked_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        new._write_checked(tmp_path / "mine.toml", "", 1, lacks_tokenizer=False)
+        new._write_checked(tmp_path / "mine.toml", "", 1, lacks_tokenizer=False, tokens=None)
     assert not list(tmp_path.iterdir())
