@@ -25,7 +25,7 @@ from titanlite.checkpoint.publish import complete_steps, step_folder
 from titanlite.checkpoint.saved_state import best_of, losses_of
 from titanlite.config.schema import Checkpoint
 from titanlite.errors import CheckpointError
-from titanlite.json_file import parse_json
+from titanlite.json_file import MALFORMED, parse_json
 from titanlite.observe.console import Console
 from titanlite.observe.observer import Observer
 from titanlite.redact import redact_urls
@@ -34,6 +34,7 @@ STOP_S = 20.0
 """Seconds from a signal, or a failure, until the wait for the mirror ends: torchrun kills 30 s after a signal."""
 _PAUSES_S = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)  # after failures in a row; the last one again and again
 _LOOK_S = 0.1  # at the end, between looks at the process
+_OUTCOMES = {"is_new", "damaged", "lost", "failed"}  # one of these keys is in what the process says
 _ROOT = Path(__file__).parents[2]  # the folder from which the process imports titanlite
 _PROCESS = "import sys; sys.path.insert(0, sys.argv[1]); from titanlite.checkpoint.mirror_process import main; main()"
 
@@ -110,8 +111,9 @@ class Mirror(Observer):
             with process.stdout as said:
                 last_line = said.read().rpartition(b"\n")[2]  # Python's start may print, too
             self._process, outcome = None, {"failed": f"its process ended with {code}"}
-            with suppress(ValueError):
-                outcome = parse_json(last_line)
+            with suppress(*MALFORMED):
+                read = parse_json(last_line)
+                outcome = read if read.keys() & _OUTCOMES else outcome
             self._take(outcome)
         if self._is_lost or time.monotonic() < self._not_before or not self._lock.acquire(blocking=False):
             return

@@ -155,6 +155,17 @@ def test_no_end_of_the_process_and_no_print_of_it_ends_training(tmp_path: Path, 
     assert "takes no checkpoints; training goes on, and the copy is tried again. its process ended" in said[0]
 
 
+@pytest.mark.parametrize("last_line", ["7", "{}"])
+def test_json_that_is_no_outcome_ends_no_training(
+    tmp_path: Path, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, last_line: str
+) -> None:
+    monkeypatch.setattr(mirror_file, "_PROCESS", f"print({last_line!r}, end='')")
+    mirror = mirrored(store.url, tmp_path, said := Lines())
+    until(mirror, lambda: mirror._failures)
+    mirror._kill()
+    assert said[0].endswith("the copy is tried again. its process ended with 0")
+
+
 def test_a_later_start_ends_an_earlier_one_in_the_middle_of_a_copy(tmp_path: Path, store: FaultyStore) -> None:
     """What it has begun gets no manifest, and it deletes nothing. What it has published after all is not counted."""
     save(tmp_path, 1)
