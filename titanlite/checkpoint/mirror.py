@@ -93,7 +93,10 @@ class Mirror(Observer):
             self._turn()
             if self._waiting and not self._is_lost and limit_s > 0:
                 names = _folders(self._waiting)
-                self._console.notice(f"waits at most {limit_s:.0f} s until {self._name} has {names}")
+                what = f"waits at most {limit_s:.0f} s until {self._name} has {names}"
+                if self._waiting <= self._old:  # of an earlier start, which has probably copied them
+                    what = f"looks whether {self._name} has {names}, and copies the rest in at most {limit_s:.0f} s"
+                self._console.notice(what)
             while self._waiting and not (self._is_lost or signals) and time.monotonic() < end:
                 time.sleep(_LOOK_S)
                 self._turn()

@@ -23,6 +23,7 @@ from titanlite.errors import DataError, Problem, describe, nearest
 from titanlite.extras import missing_packages
 from titanlite.hub import without_retries_told
 from titanlite.json_file import parse_json
+from titanlite.streams import say_first
 
 KEY = "evaluation.tasks"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -172,9 +173,10 @@ def _question(line: bytes) -> Question | str:
 
 
 def _of_hub(name: str) -> Task:
+    task = HUB[name]
+    say_first(f"looking for {task.path} on the hub, asked again while it is silent, then in the cache of `datasets`")
     import datasets  # slow to import
 
-    task = HUB[name]
     try:
         with without_retries_told():
             rows: Any = datasets.load_dataset(task.path, task.config, split=task.split)

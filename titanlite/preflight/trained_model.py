@@ -22,6 +22,7 @@ from titanlite.errors import CheckpointError, ConfigError
 from titanlite.hub import HUB, fetch_description, fetch_weights, folder_of, is_hub_name, resolve_name
 from titanlite.json_file import read_json
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.streams import say_first
 
 _LISTED = 5  # most models that a message names
 
@@ -86,6 +87,7 @@ def _no_average(path: str) -> ConfigError:
 
 def _fetched(name: str) -> str:
     """Fetch a model of the hub, but for its tokenizer; return its name with the commit."""
+    say_first(f"looking for {name} on the hub, then in this host's cache")
     name = resolve_name(name, "TARGET")[0]
     fetch_description(name, "TARGET")
     fetch_weights(name, "TARGET")

@@ -308,14 +308,23 @@ def test_the_process_ends_with_training(tmp_path: Path, store: FaultyStore) -> N
 
 def test_a_signal_ends_the_wait(tmp_path: Path, store: FaultyStore) -> None:
     store.becomes("hangs")
-    save(tmp_path, 1)
     mirror, began = mirrored(store.url, tmp_path, said := Lines()), time.monotonic()
+    save(tmp_path, 1)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     mirror.wait(600)
     assert time.monotonic() - began < 60
     assert "waits at most 600 s" in said[0]
     assert said[1].endswith("lacks step-00000001: the next start of the run copies them")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_start_with_nothing_to_copy_does_not_say_that_it_waits(tmp_path: Path, store: FaultyStore) -> None:
+    save(tmp_path, 1)
+    mirrored(store.url, tmp_path, Lines()).wait(600)
+    mirrored(store.url, tmp_path, said := Lines()).wait(600)
+    (line,) = said
+    assert line.startswith("looks whether the mirror faulty://")
+    assert line.endswith(" has step-00000001, and copies the rest in at most 600 s")
 
 
 def config(folder: Path, url: str, name: str = "run", tokenizer: str = "", resume: Any = "auto", **more: Any) -> Config:

@@ -92,10 +92,13 @@ def test_datasets_are_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert task.questions[2].context == "Question: goal 2\nAnswer:"
 
 
-def test_a_dataset_that_is_not_there_is_said_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_is_not_there_is_said_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import datasets
 
     def offline(*_: Any, **__: Any) -> None:
+        assert capsys.readouterr().err.startswith("looking for Rowan/hellaswag on the hub, ")  # before the retries
         retries.warning("Retrying in 1s [Retry 1/5].")  # by huggingface_hub, before it gives up
         raise ConnectionError("no network")
 
