@@ -21,6 +21,7 @@ from titanlite.forecast.update_time import UpdateTime
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
 
+_DEFAULT = " (the default of --device)"
 _CLASSES = {  # clearer names for classes of work in `StepTime`
     "tokens": "collectives of tokens",
     "weights": "FSDP copies and casts",
@@ -44,6 +45,7 @@ class Forecast:
         attended: lengths of documents, which give attention's share of plain causal attention.
         between_hosts: milliseconds of a step that collectives between hosts take, hidden or not, by name.
         stage: shape of the stage whose step is predicted, in words; "" if the run has a single stage.
+        is_default: whether nobody has named the device.
     """
 
     rates: Rates
@@ -59,6 +61,7 @@ class Forecast:
     stage: str = ""
     update: UpdateTime | None = None
     between_hosts: Mapping[str, float] = field(default_factory=dict)
+    is_default: bool = False
 
     @property
     def on_device(self) -> int:
@@ -207,7 +210,8 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
             text += f"fits {device}: {byte_size(predicted.on_device)} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
         step = f"step time of the largest stage, {predicted.stage}" if predicted.stage else "step time"
-        text += f"\npredicted {step}, from rates measured on {predicted.rates.device}"
+        name, _, more = predicted.rates.device.partition(",")
+        text += f"\npredicted {step}, from rates measured on {name}{_DEFAULT * predicted.is_default},{more}"
         text += f"; attention by {predicted.rates.attention_by} (titanlite[gpu])\n{columns(*rows)}"
     if predicted.between_hosts:
         host, network = predicted.rates.host, predicted.rates.network.name
@@ -220,7 +224,8 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
 def _gib_and_name(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
     """Return the memory in GiB and the name of the device: by `device_gib` if given, else by the forecast's rates."""
     rates = predicted.rates
-    return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
+    name = f"{rates.device.partition(',')[0]}{_DEFAULT * predicted.is_default}"
+    return (device_gib, "the device") if device_gib else (rates.device_gib, name)
 
 
 def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | None) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite.commands.arguments import Command, number_of
@@ -81,6 +82,8 @@ def run(argv: list[str]) -> int:
         is_for_why = "--why" in given and "--json" not in given and is_split
         asked = checked, arguments.file, None if is_for_why else world, device
         planned = plan_run(*asked, network=network, lists_collectives=not is_for_why)
+        if planned.predicted is not None:
+            planned = replace(planned, predicted=replace(planned.predicted, is_default=_DEVICE not in given))
         # A plan of a single process lacks the first table, and would begin with an empty line.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:

@@ -14,6 +14,7 @@ from titanlite.recorder.recorder import UNKNOWN, Recorded
 from titanlite.text_table import columns
 
 _MIB = 2**20
+_FEW_BYTES = 64  # of an all-reduce whose size a table shows as 0.000 MiB
 
 
 def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
@@ -24,7 +25,7 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
         n = planned.memory.micro_steps
         said = "the first rank sends" if planned.is_complete else "what a rank sends is not known; what is listed is"
         sent = f"{_sent_bytes(planned) / _MIB:,.1f} MiB a step of {n} micro-step{'s' if n > 1 else ''}"
-        text += f"{columns(header, *collective_rows(planned.collectives))}{said} {sent}\n"
+        text += f"{columns(header, *collective_rows(_numbers_joined(planned.collectives)))}{said} {sent}\n"
     text += "".join(f"{note}\n" for note in planned.notes)
     if planned.sharding is not None:
         if planned.pairs:
@@ -50,6 +51,16 @@ def collective_rows(listed: Mapping[Recorded, int]) -> list[list[str]]:
         [*each[:3], each.operator, f"{each.ranks}", f"{n}", f"{mib[each]:,.3f}", f"{n * mib[each]:,.1f}"]
         for each, n in listed.items()
     ]
+
+
+def _numbers_joined(listed: Mapping[Recorded, int]) -> dict[Recorded, int]:
+    """Join into one the sums of a few numbers over ranks before an update, such as of targets, norms and losses."""
+    joined = dict[Recorded, int]()
+    for each, n in listed.items():
+        if (each.kind, each.direction, each.module) == ("all_reduce", "update", "") and each.n_bytes <= _FEW_BYTES:
+            each = each._replace(module="norm, loss and the like", n_bytes=_FEW_BYTES)
+        joined[each] = joined.get(each, 0) + n
+    return joined
 
 
 def _sent_bytes(planned: PlannedRun) -> int:

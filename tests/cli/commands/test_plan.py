@@ -301,7 +301,9 @@ def test_logits_that_are_not_at_the_peak(call: Call) -> None:
 def test_memory_of_a_small_model_is_in_mib(call: Call) -> None:
     rows = [line.split() for line in call("plan", *SMALL).splitlines()]
     assert ["parameters", "3.3", "MiB"] in rows  # 1,705,216 in float32, on two ranks
-    assert ["fits", "NVIDIA", "H200:", "460.5", "MiB", "of", "139.8", "GiB"] in rows
+    assert "fits NVIDIA H200 (the default of --device): 460.5 MiB of 139.8 GiB" in map(" ".join, rows)
+    (updates,) = (" ".join(row) for row in rows if row[:2] == ["all_reduce", "update"])
+    assert updates == "all_reduce update norm, loss and the like 2 3 0.000 0.0"
 
 
 @pytest.mark.usefixtures("unrecorded")
@@ -318,12 +320,17 @@ def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str])
     first = err.partition("the cheapest first\n")[2].split()[:4]
     assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "71.6"]
     call("plan", *FOUR, "--device-gib", "74", *first)
-    assert "--device = NVIDIA H200, 139.8 GiB\n" in call("plan", *FOUR, "--training.local_batch_size", "8", ends=2)
+    assert "--device = NVIDIA H200 (the default of --device), 139.8 GiB\n" in call(
+        "plan", *FOUR, "--training.local_batch_size", "8", ends=2
+    )
     assert main(["plan", LARGE, "--world", "2", "--device", "H100"]) == 2
     out, err = capsys.readouterr()
     assert "from rates measured on NVIDIA H100 of 80 GB" in out
     assert "--device = NVIDIA H100 of 80 GB, 79.1 GiB\n" in err
     assert "\nfits NVIDIA H100 of 80 GB: " in call("plan", *FOUR, "--device", "h100")
+    said = call("plan", *FOUR)
+    assert "\nfits NVIDIA H200 (the default of --device): " in said
+    assert " from rates measured on NVIDIA H200 (the default of --device), up to eight " in said
 
 
 @pytest.mark.slow
