@@ -174,11 +174,7 @@ def _with_defaults(wishes: Wishes) -> Wishes:
 
 
 def _list_models(folder: Path, wishes: Wishes, machine: Machine) -> list[str]:
-    """Print what `--model list` shows: the size of the text, and each model on the machine. `folder`: of the config.
-
-    Returns:
-        The models that fit.
-    """
+    """Print the text's size and the models of `--model list`; return those that fit. `folder`: of the config."""
     from titanlite.commands.new_models import list_models
     from titanlite.commands.new_text import read_text
 
@@ -194,8 +190,8 @@ def _next_of_list(files: list[str], given: dict[str, str], fitting: Sequence[str
 
     if not fitting:
         return ""
-    usual = default_model(machine)
-    flags = {_DATA: "python_stdlib", **given, _MODEL: usual if usual in fitting else fitting[-1]}
+    model = usual if (usual := default_model(machine)) in fitting else fitting[-1]
+    flags = {_DATA: "python_stdlib", **given, _MODEL: model}
     return f"next: titanlite new {shlex.join([*files, *(word for flag in flags.items() for word in flag)])}\n"
 
 

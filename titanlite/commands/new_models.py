@@ -18,14 +18,11 @@ from titanlite.text_table import folded, terminal_width
 
 
 def list_models(wishes: Wishes, machine: Machine, of_text: float | None) -> list[str]:
-    """Print each model that fits, the smallest first, as soon as its fastest run on the machine is found.
+    """Print and return the models that fit, the smallest first, as soon as the fastest run on the machine is found.
 
     A line has the model's parameters, the tokens that `wishes` has or that suit it, the epochs that they are of
     `of_text` tokens (None: not known), memory of a GPU and the run's time. The last line has all that do not fit, and
     why the first of them does not.
-
-    Returns:
-        The names of the models that fit.
     """
     models, fitting, too_large = sorted(names("model"), key=_parameters), list[str](), list[str]()
     is_gpu, passes = machine.rates is not None, f"  {'epochs':>7}" if of_text else ""

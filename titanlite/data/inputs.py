@@ -116,12 +116,9 @@ def check_inputs(
 
 
 def check_named_inputs(config: Config, wrong: Collection[str]) -> None:
-    """Check only that sources and a tokenizer on this host are there, as far as their keys are not among the `wrong`.
+    """Raise a DataError with all sources, and a tokenizer on this host, that are not there, whatever other keys say.
 
-    This holds whatever the other keys of `[data]` should have been.
-
-    Raises:
-        DataError: one is not; the error lists all.
+    `wrong`: keys whose values are refused already, and are not looked at.
     """
     problems, tokenizer = list[str](), config.data.tokenizer
     is_known = "data.tokenizer" not in wrong and not is_hub_name(tokenizer)
