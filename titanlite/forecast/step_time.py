@@ -292,7 +292,8 @@ class StepTimeModel:
         rates = self.rates
         if each.op in _GROUPED:
             return each.flops / self._grouped_rate(each) / _T
-        rate = rates.matmul_alone if self.memory.shards == 1 else rates.matmul_beside_collectives
+        alone = self.memory.shards == 1 and (forward or self.memory.alone)  # replicas reduce gradients beside backward
+        rate = rates.matmul_alone if alone else rates.matmul_beside_collectives
         if each.in_float8 and self.run.float8:
             of = self.run.float8.accumulation
             rate = rates.float8_fast if (of.output if forward else of.grad_input) == "fast" else rates.float8_split
