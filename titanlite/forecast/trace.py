@@ -212,7 +212,9 @@ class _Recorder(TorchDispatchMode):
         if of_tokens:
             self.tokens.update(makes)
         fusible = torch.Tag.pointwise in func.tags or name in _FUSIBLE
-        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._experts, self._share)
+        awaited = _awaited(func, args)
+        read = [t for t in given if t is not awaited]
+        flops, moved, received = _cost(op, args, read, results, self._itemsize, self._experts, self._share)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
         after = level if fusible or name in _IN_A_ROW else level + 1  # scaling by a maximum is one more pass
@@ -221,6 +223,7 @@ class _Recorder(TorchDispatchMode):
             Operation(
                 op=op,
                 reads=tuple(reads),
+                awaits=tuple(self.known(awaited)) if awaited is not None else (),
                 makes=tuple(makes),
                 is_fusible=fusible,
                 is_reduction=is_reduction,
@@ -245,6 +248,12 @@ class _Recorder(TorchDispatchMode):
         self.peak = max(self.peak, sum(self.sizes[number] for number in self._live) + inside)
         made = sum(self.sizes[number] for number in self._live.keys() - self._before)
         self.widest = max(self.widest, made + inside)
+
+
+def _awaited(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+    """Return the argument `after` of titanlite's operators: it must be computed first, and is not read."""
+    names = [argument.name for argument in func._schema.arguments]
+    return args[at] if "after" in names and (at := names.index("after")) < len(args) else None
 
 
 def _cost(

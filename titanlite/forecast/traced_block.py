@@ -48,7 +48,8 @@ class Operation:
 
     Attributes:
         op: name as torch spells it, "aten.mm.default".
-        reads: numbers of the values that it reads.
+        reads: numbers of the values that it is given.
+        awaits: those of them that must be computed first, but are not read.
         makes: numbers of the values that it makes, or changes.
         is_fusible: whether a compiler fuses it with its neighbours.
         is_reduction: whether it returns fewer numbers than it reads.
@@ -62,6 +63,7 @@ class Operation:
 
     op: str
     reads: tuple[int, ...]
+    awaits: tuple[int, ...]
     makes: tuple[int, ...]
     is_fusible: bool
     is_reduction: bool
@@ -178,7 +180,7 @@ class TracedBlock:
             if each.is_fusible or each.is_reduction:
                 levels.setdefault(each.level, []).append(each)
             else:
-                total += self._bytes_in_use({*each.reads, *each.makes})
+                total += self._bytes_in_use({*each.reads, *each.makes} - {*each.awaits})
         is_backward = operations is self.backward
         kept = set[int]() if is_backward else {v for v in self.returned.union(self.wanted) if not self._is_remade(v)}
         for level in levels.values():
