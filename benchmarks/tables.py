@@ -2,8 +2,8 @@
 
 A row of `results/*.jsonl` is one measurement: what was run, on which GPU, of which commit, when, the numbers with their
 units in the names, and the floor or peer that they are held against. Speed is of each GPU; a list is a range. A run's
-command takes `--config` and `flags` from its row; `held` names the tests that hold a prediction against it, and `table`
-the table that shows it. In the page, a table stands between two comments.
+command takes `--config`, from this folder, and `flags` from its row; `held` names the tests that hold a prediction
+against it, and `table` the table that shows it. In the page, a table stands between two comments.
 """
 
 import json
@@ -236,6 +236,18 @@ def attention() -> str:
     return table("model | arithmetic | GPUs | documents | before | tok/s/GPU | now | ratio | runs | commit", lines)
 
 
+def recommended() -> str:
+    """Return the runs of shipped configs beside their forecasts, with layouts beside the one that the search finds."""
+    lines = []
+    for row in rows("runs", table="recommended"):
+        speed, predicted = row["tokens_per_second"], row["predicted_tokens_per_second"]
+        ran = [f"`{row['config'].removeprefix('../')}`", 1 if "alone" in row else row["world"], row["what"], speed]
+        memory = row["reserved_gib"], row["predicted_gib"]
+        lines.append([*ran, predicted, f"{speed / predicted:.2f}", row["mfu_percent"], *memory])
+    head = "config | H200 | how | tok/s/GPU | predicted | ratio | MFU % | GiB | predicted"
+    return table(head, lines)
+
+
 def long_sequences() -> str:
     """Return the runs of 4 layers of 8B by documents and context-parallel degree, beside torchtitan's."""
     columns = "repeats", "tokens_per_second", "ms_per_step", "reserved_gib"
@@ -274,6 +286,7 @@ TABLES = [
     collective_matmuls,
     attention,
     long_sequences,
+    recommended,
     exchange,
     experts,
     balance,
