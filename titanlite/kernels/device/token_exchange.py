@@ -59,20 +59,21 @@ def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
     begins = _begins([to.ranks * x.nbytes for x in own])
     memory = by.buffer(begins[-1], torch.uint8)
     out = [x.new_empty(to.ranks * len(x), *x.shape[1:]) for x in own]
-    places, side, stream = [whole.chunk(to.ranks) for whole in out], _beside(), torch.cuda.current_stream()
+    sent = [x.view(-1).view(torch.uint8) for x in own]
+    places = [x.view(-1).view(torch.uint8).view(to.ranks, len(of)) for x, of in zip(out, sent, strict=True)]
+    side, stream = _beside(), torch.cuda.current_stream()
     with by.between_meetings():
         side.wait_stream(stream)
         with torch.cuda.stream(side):
             for peer in by.peers():
-                for x, begin in zip(own, begins, strict=False):
-                    first = begin + to.rank * x.nbytes
-                    to.peers[peer][first : first + x.nbytes].copy_(x.view(-1).view(torch.uint8))
-        _copy(own, [parts[to.rank] for parts in places])
+                for x, begin in zip(sent, begins, strict=False):
+                    first = begin + to.rank * len(x)
+                    to.peers[peer][first : first + len(x)].copy_(x)
+        _copy(sent, [ranks[to.rank] for ranks in places])
         stream.wait_stream(side)
-    arrived = [
-        memory[begin : begin + x.nbytes].view(x.dtype).chunk(to.ranks) for x, begin in zip(out, begins, strict=False)
-    ]
-    _copy(*([parts[peer] for parts in of for peer in by.peers()] for of in (arrived, places)))
+    arrived = [memory[begin : begin + x.numel()].view_as(x) for x, begin in zip(places, begins, strict=False)]
+    others = [part for part in (slice(to.rank), slice(to.rank + 1, to.ranks)) if part.start != to.ranks and part.stop]
+    _copy(*([x[part] for part in others for x in of] for of in (arrived, places)))
     return out
 
 
@@ -83,13 +84,13 @@ def _beside() -> torch.cuda.Stream:
 
 
 def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy tensors within the GPU by a kernel, because copy engines reach only a quarter of the GPU's rate."""
+    """Copy bytes within the GPU by a kernel, because copy engines reach only a quarter of the GPU's rate."""
     torch._foreach_copy_([_in_words(x) for x in places], [_in_words(x) for x in sources])
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """View a tensor as a vector of 8-byte numbers, or of bytes if its size or address is no multiple of 8."""
-    return x.view(-1).view(torch.uint8).view(torch.uint8 if x.nbytes % 8 or x.data_ptr() % 8 else torch.int64)
+    """View bytes as 8-byte numbers, unless their number or address is no multiple of 8."""
+    return x if x.shape[-1] % 8 or x.data_ptr() % 8 else x.view(torch.int64)
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
