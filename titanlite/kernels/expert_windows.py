@@ -242,11 +242,12 @@ def _later_gradients(
     the gradients of their experts' weights."""
     by = _window_arithmetic(how)
     for window, own, ends in [(window, *window.of(slots, offsets, n)) for window in later]:
-        of = by.gradients(given, weights, own, ends, d_w13 is not None, d_w2 is not None)
-        for whole, part in ((d_w13, of.w13), (d_w2, of.w2)):
+        rows, dots, *of_weights = by.gradients(given, weights, own, ends, d_w13 is not None, d_w2 is not None)
+        for whole, part in zip((d_w13, d_w2), of_weights, strict=True):
             if whole is not None and part is not None:
                 whole[window.first : window.last] = part[window.first : window.last]
-        yield of.rows, own, of.dots
+        part = of_weights = None  # freed before those of the next window are allocated
+        yield rows, own, dots
 
 
 def _gradients_on_gpus(

@@ -16,9 +16,10 @@ from tests.support.compile_only import compiling, fake_channel
 from tests.support.ranks import world_group
 from titanlite import recipes
 from titanlite.float8.experts import _Float8Experts
+from titanlite.forecast.trace import _Peak
 from titanlite.kernels import expert_windows, routing
 from titanlite.kernels.expert_windows import Window, first_window, in_windows, window_rows, windows
-from titanlite.kernels.experts import _Experts
+from titanlite.kernels.experts import PLAIN, _Experts
 from titanlite.kernels.token_exchange import Dispatch
 from titanlite.parallel.fake_world import fake_world
 
@@ -84,6 +85,22 @@ def test_windows_have_each_row_once_and_the_first_is_found_without_waiting() -> 
 
 
 BF16 = torch.bfloat16
+
+
+def test_of_a_later_window_backward_holds_the_results_alone_while_it_computes_the_next() -> None:
+    """The forecast of the worst routing counts the gradients of experts' weights once, beside those of all windows."""
+    T, K, G, D, F, W = 8, 4, 4, 64, 128, 8
+    _, slots, offsets = routing.expert_rows(torch.arange(K, dtype=torch.int32).repeat(T, 1), 0, G)
+    drawn = torch.ones(T, D), torch.ones(T, D), torch.ones(G, 2 * F, D), torch.ones(G, D, F)
+    weights, (_, *later) = torch.ones(T, K), windows(offsets, W)
+    stored, peaks = [torch.zeros_like(w) for w in drawn[2:]], list[int]()
+    for n in (1, 3):
+        with _Peak([slots, offsets, weights, *drawn, *stored]) as peak:
+            of = slots, offsets, weights, [*drawn], *stored, PLAIN
+            parts = [*expert_windows._later_gradients(later[:n], W, *of)]
+        peaks.append(peak.bytes)
+    kept = sum(t.nbytes for t in (*parts[0], offsets))
+    assert peaks[1] <= peaks[0] + 2 * kept
 
 
 class _Noted:
