@@ -41,7 +41,7 @@ class Forecast:
         tokens_per_second: per GPU.
         notes: parts that are not predicted, and costs that a prediction leaves out; a line each.
         symmetric_memory: bytes on top of the peak that other ranks write into, where the GPUs can do so.
-        later_window: bytes on top of the peak if a rank's experts get rows for two windows of 1.5 times the mean.
+        later_window: bytes on top of the peak if a rank's experts get rows for two windows (`expert_windows.py`).
         attended: lengths of documents, which give attention's share of plain causal attention.
         between_hosts: milliseconds of a step that collectives between hosts take, hidden or not, by name.
         stage: shape of the stage whose step is predicted, in words; "" if the run has a single stage.
@@ -124,7 +124,7 @@ def forecast(
         notes.append(f"of {whole} of gradients {made} {later}")
     if memory.all_windows:
         second, most = byte_size(memory.later_window), byte_size(memory.all_windows)
-        of = "a window has rows for 1.5 times the mean of a rank's experts"
+        of = "a window has rows for 1.5 times the mean of a rank's experts, and for all ranks' tokens at least"
         notes.append(f"{of}; more rows take {second} in a second window, and {most} under the worst routing")
     if not peak.logits and memory.logits >= GIB / 10:
         size = byte_size(memory.logits)

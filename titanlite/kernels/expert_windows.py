@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titanlite.device import has_memory
 from titanlite.kernels.operators import device_code, operator
-from titanlite.kernels.routing import arrived
+from titanlite.kernels.routing import arrived, expert_rows, expert_rows_for_host
 from titanlite.kernels.token_exchange import (
     Dispatch,
     Routing,
@@ -99,8 +99,10 @@ def in_windows(choices: Tensor, to: Dispatch, n_experts: int) -> Routing:
         n_experts: G.
     """
     (tokens, top_k), group = choices.shape, to.group
-    some = group is not None and window_rows(group.size, tokens, top_k, n_experts) < most_rows(tokens, top_k, n_experts)
-    return to.routing(choices, n_experts, for_host=some)
+    if group is None:
+        return Routing(*expert_rows(choices, 0, n_experts))
+    is_one = window_rows(group.size, tokens, top_k, n_experts) == most_rows(tokens, top_k, n_experts)
+    return Routing(*(expert_rows if is_one else expert_rows_for_host)(choices, group.rank * n_experts, n_experts))
 
 
 def first_window(routing: Routing, to: Dispatch, n_experts: int) -> Routing:

@@ -22,15 +22,7 @@ from titanlite.kernels.collectives import Group, all_gather, exchange, named_gro
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.operators import Sent, operator
 from titanlite.kernels.products import EXPERTS, too_many_ranks
-from titanlite.kernels.routing import (
-    as_bytes,
-    combine,
-    expert_rows,
-    expert_rows_for_host,
-    gather_rows,
-    rows_of_slots,
-    spread_rows,
-)
+from titanlite.kernels.routing import as_bytes, combine, gather_rows, rows_of_slots, spread_rows
 
 
 def no_token_exchange(group: str, device: Device | None = None) -> str | None:
@@ -149,14 +141,6 @@ class Dispatch:
     def gathered(self, *own: Tensor) -> tuple[Tensor, ...]:
         """Gather tensors [M, …], which have an entry per token, from all ranks to [P·M, …]."""
         return own if self.group is None else tuple(gather_from_ranks(list(own), self.group.name))
-
-    def routing(self, choices: Tensor, count: int, for_host: bool) -> Routing:
-        """Find the rows of this rank's `count` experts, with the offsets in host memory if the host needs them.
-
-        `choices`: [P·M, K], the experts of all ranks' tokens.
-        """
-        first = 0 if self.group is None else self.group.rank * count
-        return Routing(*(expert_rows_for_host if for_host else expert_rows)(choices, first, count))
 
     def rows(self, x: Tensor, routing: Routing, after: Tensor | None = None) -> Tensor:
         """Copy tokens [P·M, D] to their rows [R, D], zeros in rows without a token. For `after` see `spread_rows`."""
