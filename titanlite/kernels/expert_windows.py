@@ -9,7 +9,8 @@ same shapes. Of a later window only the results stay until they are sent, and ba
     experts   0 0 0 1 1 2 2 2 2 2 3 3 4        W = 7:  windows  0 0 0 1 1 | 2 2 2 2 2 3 3 | 4
 
 An expert's rows are in one window, since W is at least P·M, the most that an expert can have. So results and gradients
-have the bits of a single window. No shape depends on the numbers of rows, but the host reads them to find the windows.
+have the bits of a single window, except experts' weights in float8, whose gradients have scales of a window's rows.
+No product's shape depends on the numbers of rows, but the host reads them to find the windows.
 They are copied to it behind the routing, so that it waits for that alone, while products of the first window are queued
 on the GPU; in backward they are there. What one window needs is made ready before the wait.
 
@@ -17,7 +18,7 @@ M tokens of this rank, D width, G experts of this rank, F width of an expert, R 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -175,11 +176,9 @@ def compute_window(
     return _window_arithmetic(how).gradients(given, weights, own, offsets, d_w13 is not None, d_w2 is not None)
 
 
-def _all_windows(o: Tensor, on_host: Tensor) -> list[Window]:
-    """Find the windows of as many rows as `o` has; tensors without values have one."""
-    if o.is_meta or not has_memory(o):
-        return [Window(0, len(on_host) - 1, 0, len(o))]
-    return [*windows(on_host, len(o))]
+def _later_windows(o: Tensor, on_host: Tensor) -> Iterator[Window]:
+    """Find the windows after the first, of as many rows as `o` has; tensors without values have none."""
+    return iter(()) if o.is_meta or not has_memory(o) else islice(windows(on_host, len(o)), 1, None)
 
 
 def _later_results(
@@ -191,20 +190,16 @@ def _later_results(
         yield by.results(given, top_k, own, ends), own
 
 
-def _joined(found: list[Window], first: Tensor, later: list[Tensor]) -> Tensor:
-    """Join the windows' rows, without those that are not in use."""
-    rows = [part[: window.end - window.begin] for window, part in zip(found, [first, *later], strict=True)]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _combine_on_gpus(
     o: Tensor, own: Tensor, choices: Tensor, weights: Tensor, n_experts: int, slots: Tensor, offsets: Tensor,
     on_host: Tensor, given: list[Tensor], how: str, group: str,
 ) -> Tensor:  # fmt: skip
-    later = islice(windows(on_host, len(o)), 1, None)
-    return _combine_parts(
-        o, own, _later_results(later, len(o), slots, offsets, given, how, choices.shape[1]), choices, weights, group
-    )
+    parts = _later_results(_later_windows(o, on_host), len(o), slots, offsets, given, how, choices.shape[1])
+    return _combine_parts(o, own, parts, choices, weights, group)
 
 
 @operator(
@@ -230,10 +225,9 @@ def combine_windows_at_owners(
     Returns:
         [M, D] in `o.dtype`.
     """
-    found = _all_windows(o, on_host)
-    parts = _later_results(found[1:], len(o), slots, offsets, given, how, choices.shape[1])
-    rows = _joined(found, o, [part for part, _ in parts])
-    return combine_at_owners.definition(rows, slots[: len(rows)], choices, weights, n_experts, group)
+    later = _later_results(_later_windows(o, on_host), len(o), slots, offsets, given, how, choices.shape[1])
+    rows, of_rows = zip((o, own), *later, strict=True)
+    return combine_at_owners.definition(_joined(rows), _joined(of_rows), choices, weights, n_experts, group)
 
 
 def _later_gradients(
@@ -257,7 +251,7 @@ def _gradients_on_gpus(
     on_host: Tensor, weights: Tensor, given: list[Tensor], d_w13: Tensor | None, d_w2: Tensor | None,
     how: str, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    later = islice(windows(on_host, len(o)), 1, None)
+    later = _later_windows(o, on_host)
     parts = _later_gradients(later, len(o), slots, offsets, weights, given, d_w13, d_w2, how)
     return _gradients_of_parts(o, own, dots, parts, choices, group)
 
@@ -292,8 +286,8 @@ def window_gradients_at_owners(
     Returns:
         See `gradients_at_owners`.
     """
-    found = _all_windows(o, on_host)
-    parts = [*_later_gradients(found[1:], len(o), slots, offsets, weights, given, d_w13, d_w2, how)]
-    rows = _joined(found, o, [part for part, _, _ in parts])
-    dots = sum((of_part for _, _, of_part in parts), dots)
-    return gradients_at_owners.definition(rows, slots[: len(rows)], choices, dots, n_experts, group)
+    later = _later_windows(o, on_host)
+    parts = _later_gradients(later, len(o), slots, offsets, weights, given, d_w13, d_w2, how)
+    rows, of_rows, (dots, *others) = zip((o, own, dots), *parts, strict=True)
+    dots = sum(others, dots)
+    return gradients_at_owners.definition(_joined(rows), _joined(of_rows), choices, dots, n_experts, group)
