@@ -76,8 +76,8 @@ def operator(
         sends: returns the operator's collectives. Needed if these are not its definition's, or depend on values.
         unless: (arguments of the operator) → whether the definition runs on GPUs instead of `on_gpus`.
         flops: (shapes of tensors, and other arguments) → floating-point operations.
-        on_two_devices: whether some tensors are in host memory on any device. A compiler then runs the definition with
-            tensors of either device; otherwise it takes all results to be where the arguments are.
+        on_two_devices: whether some tensors are in host memory while the others are on a GPU. A compiler then finds
+            results by the definition; otherwise it takes all to be where the arguments are.
     """
 
     def register(definition: Callable[P, R]) -> Operator[P, R]:

@@ -179,7 +179,7 @@ def _rows_for_host_on_gpus(choices: Tensor, first: int, count: int) -> tuple[Ten
 def expert_rows_for_host(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `expert_rows`, and a copy of the last in host memory, [G + 1] int32.
 
-    The host does not wait for the copy; `arrived` does. The copy is queued here, so before all that reads the rows.
+    The host does not wait for the copy; `arrived` does. It is queued before the kernels that read the rows.
     """
     rows, slots, offsets = expert_rows.definition(choices, first, count)
     on_host = torch.zeros_like(offsets, device="cpu") if offsets.is_meta else offsets.to("cpu", copy=True)
