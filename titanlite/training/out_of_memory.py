@@ -76,7 +76,7 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
         problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
         return describe("this run may run out of memory", [problem])
     with suppress(RecipeError):
-        if model.peak_under(save_list).total > room * GIB:
+        if model.peak_under(save_list).total + model.later_window > room * GIB:
             return f"this run is predicted to run out of memory\n{explanation(model, save_list, measured)}"
     return None
 
@@ -108,12 +108,16 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
             fix = "--training.local_batch_size 1, or a save-list that keeps less"
         lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
         return "\n".join(lines)
-    fits = predicted.total <= room
-    but = ", which would fit: the prediction is too low, or other processes use memory of this device" if fits else ""
-    lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
-    held = sorted(predicted.categories().items(), key=lambda item: -item[1])
+    total, but = predicted.total + model.later_window, ""
+    if fits := total <= room:
+        but = ", which would fit: the prediction is too low, or other processes use memory of this device"
+        if model.all_windows:
+            but += f", or a rank has most experts' rows, for which {model.all_windows / GIB:.1f} GiB may be needed"
+    lines.append(f"    want: {total / GIB:.1f} GiB, as predicted{but}; of these")
+    parts = predicted.categories() | {"a second window of experts' rows": model.later_window}
+    held = sorted(parts.items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
-    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # the last is allocated already
+    limit = (_MARGIN * total if fits else room) + model.symmetric_memory  # the last is allocated already
     if flags := changes_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]

@@ -190,6 +190,21 @@ def test_what_is_predicted_not_to_fit_is_said_before_the_first_step() -> None:
     assert said_before(104, *none) is None
 
 
+def test_a_second_window_of_rows_of_experts_needs_memory_too() -> None:
+    """A GiB beyond the peak is too little for it. Where there is room for two windows, more may be the cause."""
+    flags = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--parallelism.expert_parallel_degree=4")
+    model, full = of_8b(*flags)[1], recipes.load("activation_checkpoint", "full")
+    peak, window, most = (n / 2**30 for n in (model.peak_under(full).total, model.later_window, model.all_windows))
+    assert 1 < window < most
+    said, room = foreseen(model, full, Measured(0.0, 0.0, 0.0, 0.0, peak + 1)), peak + window + 0.1
+    assert said is not None
+    assert f"want: {peak + window:.1f} GiB, as predicted; of these" in said
+    assert f"{window:6.1f}  a second window of experts' rows" in said
+    assert foreseen(model, full, Measured(0.0, 0.0, 0.0, 0.0, room)) is None
+    said = explanation(model, full, Measured(0.0, 0.0, 0.0, 0.0, room))
+    assert f"or a rank has most experts' rows, for which {most:.1f} GiB may be needed; of these" in said
+
+
 def test_a_budget_beyond_the_device_is_said_before_the_first_step() -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
     said = said_before(79.4, *auto)
