@@ -84,7 +84,8 @@ def expensive(run: TracedRun) -> dict[SaveRule, list[Activation]]:
 
 
 def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choice:
-    """Return the fastest save-list whose predicted peak fits a budget less the margin `memory.MARGIN`.
+    """Return the fastest save-list whose predicted peak, with a second window of experts' rows, fits a budget less the
+    margin `memory.MARGIN`.
 
     Raises:
         ValueError: no list fits. `search.check_budget` reports this earlier, before anything is timed.
@@ -98,7 +99,7 @@ def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choi
             if best and seconds >= best.seconds:
                 continue
             peak = model.peak(fewer.blocks[:n] + more.blocks[n:]).total
-            if peak <= usable(budget_gib):
+            if peak + model.later_window <= usable(budget_gib):
                 best = Choice(_two_part_list(fewer, more, n, n_layers), peak, seconds)
     if best is None:
         raise ValueError(f"no save-list keeps to {budget_gib:g} GiB")

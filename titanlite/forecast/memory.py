@@ -214,10 +214,9 @@ class MemoryModel:
         """Return `later_window` for the worst routing."""
         return max((block.later_windows[1] for block in self.run.blocks), default=0)
 
-    @property
-    def beyond_peak(self) -> int:
-        """Return the bytes that a device needs beside the peak: symmetric memory, and another window of rows."""
-        return self.symmetric_memory + self.later_window
+    def needed_under(self, save_list: SaveList) -> int:
+        """Return the bytes of the peak under a save-list, and of a second window of experts' rows."""
+        return self.peak_under(save_list).total + self.later_window
 
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak of memory under a save-list.

@@ -106,19 +106,20 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        """Return the predicted bytes of the peak. For a change to `auto`, which will time the run itself: the budget.
+        """Return the predicted bytes of the peak, with a second window of experts' rows. For a change to `auto`, which
+        will time the run itself: the budget.
 
         Raises:
             ConfigError: the config is invalid, or the cost of the save-list cannot be predicted.
         """
         if self._list is None or (self.save_list is None and self.beside is not None):
             return int((self.config.activation_checkpoint.budget_gib or 0.0) * GIB)
-        return self.memory.peak_under(self._list).total
+        return self.memory.needed_under(self._list)
 
     @property
     def on_device(self) -> int:
-        """Return the bytes on a GPU at the peak, with symmetric memory, and another window of experts' rows."""
-        return self.peak + self.memory.beyond_peak
+        """Return the bytes on a GPU at the peak, with symmetric memory."""
+        return self.peak + self.memory.symmetric_memory
 
     @property
     def needed(self) -> int:
@@ -222,7 +223,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
         # No list is faster than keeping everything, so `auto` is not tried where even this gains little.
         most = max((candidate.tokens_per_second for candidate in found), default=0.0)
         if any(candidate.fits for candidate in found) and most > _WORTH * fastest and base.setting.rates:
-            of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.beyond_peak / GIB
+            of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.symmetric_memory / GIB
             made.append(layout.keeping(recipes.AUTO, None, int(of_device * 10) / 10))
     return [*(candidate for _, found in named for candidate in found), *made]
 
@@ -338,8 +339,8 @@ def changes_that_fit(
         return _fastest_first(sorted(found, key=lambda other: -other.peak), unknown)
 
     lists = fitting(_save_lists(run), as_now)
-    budget = math.floor((limit - model.beyond_peak * of_device) / GIB * 10) / 10
-    if limit < run.needed and model.peak_under(LEAST).total <= usable(budget):
+    budget = math.floor((limit - model.symmetric_memory * of_device) / GIB * 10) / 10
+    if limit < run.needed and model.needed_under(LEAST) <= usable(budget):
         is_auto = run.config.activation_checkpoint.budget_gib is not None
         flag = "" if is_auto else "--activation_checkpoint.recipe auto "
         flag += f"--activation_checkpoint.budget_gib {budget}"
@@ -382,7 +383,7 @@ def check_budget(model: MemoryModel, origin: Origin) -> None:
     budget = model.config.activation_checkpoint.budget_gib
     if budget is None:
         return
-    least = model.peak_under(LEAST).total
+    least = model.needed_under(LEAST)
     if least <= usable(budget):
         return
     others = changes_that_fit(model, LEAST, usable(budget), of_device=False)

@@ -76,7 +76,7 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
         problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
         return describe("this run may run out of memory", [problem])
     with suppress(RecipeError):
-        if model.peak_under(save_list).total + model.later_window > room * GIB:
+        if model.needed_under(save_list) > room * GIB:
             return f"this run is predicted to run out of memory\n{explanation(model, save_list, measured)}"
     return None
 

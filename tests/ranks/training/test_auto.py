@@ -91,7 +91,7 @@ def least(memory) -> float:
     """A little more than what the run holds if it keeps nothing, so that only a part can be kept."""
     some = memory.peak(block_costs(memory.run, LEAST)).total
     whole = memory.peak(block_costs(memory.run, recipes.load("activation_checkpoint", "none"))).total
-    return (some + (whole - some) * 0.5) / usable(1)
+    return (some + (whole - some) * 0.5 + memory.later_window) / usable(1)
 
 
 def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from tests.support.measured import MEASURED_CONFIGS
+from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES, WINDOWS
 from titanlite.commands.planned_run import plan_run
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import activations, block_costs
+from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import DEVICES, measured_rates
-from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel
+from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel, usable
 from titanlite.forecast.search import LEAST
 from titanlite.forecast.step_time import StepTimeModel, units
 from titanlite.forecast.time_activations import operands
@@ -121,6 +123,19 @@ def test_later_windows_take_what_is_alive_in_their_backward() -> None:
     second = W * 2 * (D + 2 * F) + 4 * OF_EXPERT * 2 + dots
     assert later(2) == (second, second + W * 2 * D)
     assert later(2, host=1) == (second, max(second + W * 2 * D, 5 * W * 2 * D))
+
+
+def test_auto_leaves_room_for_a_second_window() -> None:
+    """A run whose measured peak exceeds the budget ends, and the router decides whether there are two."""
+    layers = "--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.n_layers=4", "--training.local_batch_size=8"
+    config = ("--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), "--parallelism.expert_parallel_degree=2")
+    run = checked_run([*config, *layers, "--training.global_batch_size=16", "--training.seq_len=4096"], world_size=2)
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 2)
+    times = StepTimeModel(memory, measured_rates("h200")).times()
+    most = memory.peak_under(recipes.load("activation_checkpoint", "none")).total
+    fits, kept = (choose(memory, times, n / usable(1)).peak for n in (most + memory.later_window + 1, most + 1))
+    assert kept < fits == most
+    assert kept + memory.later_window <= most
 
 
 @pytest.mark.parametrize("float8", ["none", "rowwise"])

@@ -30,7 +30,8 @@ def peak(run: CheckedRun, world: int = 4) -> int:
 
 def held(run: CheckedRun, world: int = 4) -> int:
     """On a device."""
-    return peak(run, world) + model_of(run, world).beyond_peak
+    model = model_of(run, world)
+    return model.needed_under(run.save_list or LEAST) + model.symmetric_memory
 
 
 @pytest.mark.parametrize("limit_gib", [100, 70, 60, 50])
