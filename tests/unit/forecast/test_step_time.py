@@ -16,7 +16,6 @@ from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import DEVICES, Rates, measured_rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
-from titanlite.kernels.expert_windows import window_rows
 from titanlite.preflight.checked_run import checked_run
 
 TP = "--parallelism.tensor_parallel_degree"
@@ -114,25 +113,23 @@ def test_a_measured_step_of_a_mixture_of_experts() -> None:
     [
         ("none", 1, 70112, 48.88),
         ("rowwise", 1, 78590, 48.25),
-        ("none", 2, 66192, 50.84),
-        ("none", 2, 71480, 50.84),
-        ("rowwise", 2, 74694, 51.09),
-        ("rowwise", 2, 78288, 51.09),
+        ("none", 2, 66314, 49.32),
+        ("none", 2, 71480, 49.32),
+        ("rowwise", 2, 73841, 49.18),
+        ("rowwise", 2, 78288, 49.18),
     ],
 )
 def test_measured_steps_of_experts(recipe: str, degree: int, tokens_per_second: float, reserved_gib: float) -> None:
     """Eight layers of Qwen3 30B-A3B on two H200, which gather experts or send tokens to them, the second
-    of each with balanced routing (rows of 1a6a339, 5966335
-    and 06af9eb in benchmarks/results/runs.jsonl). Memory was measured with w13's output kept for the worst routing,
-    and tokens kept in float8, too: it is less what is no longer kept."""
+    of each with balanced routing (rows of 1a6a339, 5966335, 06af9eb and cb3f808 in benchmarks/results/runs.jsonl).
+    FSDP in float8 was measured when tokens were also kept in float8: it is less what is no longer kept."""
     flags = ["--model.n_layers", "8", "--training.seq_len", "4096", "--training.local_batch_size", "4"]
     flags += ["--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", FLOAT8, recipe, "--data.document_mask=false"]
     predicted, step = model("8b", 2, "none", *flags, f"--parallelism.expert_parallel_degree={degree}")
     assert predicted.tokens_per_second(step) == pytest.approx(tokens_per_second, rel=0.06)
     peak = predicted.memory.peak(block_costs(predicted.run, SaveList("", "save")))
-    layers, M, K, D, F, G = 8, 4 * 4096, 8, 2048, 768, 128 // degree
-    rows = degree * M * K - window_rows(degree, degree * M, K, G)
-    no_longer = layers * (rows * 2 * F * 2 + (recipe == "rowwise") * M * (D + 4))
+    layers, M, D = 8, 4 * 4096, 2048
+    no_longer = layers * M * (D + 4) if (recipe, degree) == ("rowwise", 1) else 0
     assert peak.total / GIB == pytest.approx(reserved_gib - no_longer / GIB, rel=0.02)
 
 
