@@ -129,8 +129,8 @@ def forecast(
     if not peak.logits and memory.logits >= GIB / 10:
         size = byte_size(memory.logits)
         notes.append(f"the logits ({size}) are not part of the peak: it is later in backward, after they are freed")
+    symmetric, later = memory.symmetric_memory, memory.later_window
     if time is None:
-        symmetric, later = memory.symmetric_memory, memory.later_window
         return Forecast(rates, save_list, peak, notes=tuple(notes), symmetric_memory=symmetric, later_window=later)
     step = time.step(blocks)
     if dims.head_width not in rates.attention:
@@ -151,8 +151,6 @@ def forecast(
     peak_flops = dense_bf16_flops(rates.device)
     assert peak_flops is not None  # noqa: S101  # known for each device with rates
     goes_on = outlook(config, token_flops(config, dims, attended), memory.world, speed, peak_flops)
-    symmetric = memory.symmetric_memory
-    later = memory.later_window
     found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, later, goes_on, attended)
     return replace(found, update=time.update(), between_hosts=time.between_hosts(step))
 
