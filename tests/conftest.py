@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator
@@ -52,6 +53,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(chosen.evaluate(lambda name, slow=slow, **_: slow and name == "slow") for slow in (False, True)):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.ones((), requires_grad=True).backward()
+
+
+@pytest.fixture(scope="module")
+def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for the tests of a file, which goes with the last of them: runs and their checkpoints are large."""
+    folder = tmp_path_factory.mktemp("shared")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

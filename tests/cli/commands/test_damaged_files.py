@@ -34,11 +34,11 @@ FLAGS = ("--training.seq_len=128", "--training.steps=2", "--checkpoint.interval=
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(shared_path: Path) -> Path:
     """A folder of a run that has ended, another that is to branch off it, its model as exported, and a task."""
     from tests.support.launched import Desk  # slow to import
 
-    desk = Desk(tmp_path_factory.mktemp("desk"))
+    desk = Desk(shared_path)
     run = desk.run("run", 1, *FLAGS, "--validation.enable=false").folder
     branch, profile = run.with_name("branch"), run / "profile"
     for made in (branch, profile):

@@ -27,10 +27,10 @@ FLAGS = ("--training.seq_len=128", "--training.steps=6", "--training.local_batch
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> "Desk":
+def desk(shared_path: Path) -> "Desk":
     from tests.support.launched import Desk  # slow to import
 
-    return Desk(tmp_path_factory.mktemp("desk"))
+    return Desk(shared_path)
 
 
 @pytest.fixture(scope="module")

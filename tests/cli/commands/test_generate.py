@@ -24,10 +24,10 @@ FLAGS = ("--training.steps=6", "--checkpoint.interval=3", "--validation.freq=3",
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> "Desk":
+def desk(shared_path: Path) -> "Desk":
     from tests.support.launched import Desk  # slow to import
 
-    return Desk(tmp_path_factory.mktemp("desk"))
+    return Desk(shared_path)
 
 
 @pytest.fixture(scope="module")

@@ -104,10 +104,10 @@ def test_a_stop_is_well_if_it_saved_its_last_step(
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory):
+def desk(shared_path: Path):
     from tests.support.launched import Desk  # slow to import
 
-    return Desk(tmp_path_factory.mktemp("desk"))
+    return Desk(shared_path)
 
 
 @pytest.fixture

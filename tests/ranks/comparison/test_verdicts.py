@@ -1,5 +1,7 @@
 """Verdicts on real runs of the debug model: equal ones are not called different, and a planted change is."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.needs import slow
@@ -8,13 +10,15 @@ from titanlite.comparison.judge import drift_ratios, judge
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+def runs(shared_path: Path) -> Runs:
+    return Runs(shared_path)
 
 
 @pytest.fixture(scope="module")
-def short_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("short_runs"), steps=8, floors=2)
+def short_runs(shared_path: Path) -> Runs:
+    folder = shared_path / "short"
+    folder.mkdir()
+    return Runs(folder, steps=8, floors=2)
 
 
 def kind(pair: Pair, runs: Runs) -> str:

@@ -1,5 +1,6 @@
 """What the runs of a file share."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> "Desk":
+def desk(shared_path: Path) -> "Desk":
     from tests.support.launched import Desk  # slow to import
 
-    return Desk(tmp_path_factory.mktemp("desk"))
+    return Desk(shared_path)

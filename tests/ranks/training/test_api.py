@@ -11,8 +11,8 @@ from titanlite.errors import ConfigError, RunFailedError
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> str:
-    desk = Desk(tmp_path_factory.mktemp("desk"))
+def config(shared_path: Path) -> str:
+    desk = Desk(shared_path)
     return desk.flags("called")[1]
 
 
