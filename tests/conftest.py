@@ -10,9 +10,13 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.mark.expression import Expression
+
+if TYPE_CHECKING:
+    from tests.support.launched import Desk
 
 # Each process would ask the C++ compiler what the machine's vectors are: 27 of 99 s of CPU for two compiled runs.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -61,6 +65,14 @@ def shared_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("shared")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def desk(shared_path: Path) -> "Desk":
+    """A folder with a corpus, where runs are started and looked at, for the tests of a file."""
+    from tests.support.launched import Desk  # slow to import
+
+    return Desk(shared_path)
 
 
 @pytest.fixture

@@ -27,13 +27,6 @@ FLAGS = ("--training.seq_len=128", "--training.steps=6", "--training.local_batch
 
 
 @pytest.fixture(scope="module")
-def desk(shared_path: Path) -> "Desk":
-    from tests.support.launched import Desk  # slow to import
-
-    return Desk(shared_path)
-
-
-@pytest.fixture(scope="module")
 def task(desk: "Desk") -> Path:
     return write_questions(desk.folder / "lines.jsonl", 30)
 

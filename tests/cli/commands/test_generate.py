@@ -24,13 +24,6 @@ FLAGS = ("--training.steps=6", "--checkpoint.interval=3", "--validation.freq=3",
 
 
 @pytest.fixture(scope="module")
-def desk(shared_path: Path) -> "Desk":
-    from tests.support.launched import Desk  # slow to import
-
-    return Desk(shared_path)
-
-
-@pytest.fixture(scope="module")
 def tied(desk: "Desk") -> "Ended":
     return desk.run(
         "tied", 1, "--training.steps=2", "--model.name=gpt2", "--model.flavor=debug", "--model.n_kv_heads=4"

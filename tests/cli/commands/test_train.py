@@ -103,13 +103,6 @@ def test_a_stop_is_well_if_it_saved_its_last_step(
     assert _has_stopped_well(folder, Config(checkpoint=Checkpoint(enable=saves)), began) == is_well
 
 
-@pytest.fixture(scope="module")
-def desk(shared_path: Path):
-    from tests.support.launched import Desk  # slow to import
-
-    return Desk(shared_path)
-
-
 @pytest.fixture
 def start(desk: Any, tmp_path: Path) -> Iterator[Any]:
     """Start the command with two processes that train longer than the test lasts."""
