@@ -91,7 +91,7 @@ def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choi
         ValueError: no list fits. `search.check_budget` reports this earlier, before anything is timed.
     """
     n_layers = model.dims.n_layers
-    selections = _selections(model.run, times)
+    selections, most = _selections(model.run, times), usable(budget_gib) - model.later_window
     best: Choice | None = None
     for fewer, more in [(s, s) for s in selections] + list(combinations(selections, 2)):
         for n in range(1 if fewer is not more else n_layers, n_layers + (fewer is more)):
@@ -99,7 +99,7 @@ def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choi
             if best and seconds >= best.seconds:
                 continue
             peak = model.peak(fewer.blocks[:n] + more.blocks[n:]).total
-            if peak + model.later_window <= usable(budget_gib):
+            if peak <= most:
                 best = Choice(_two_part_list(fewer, more, n, n_layers), peak, seconds)
     if best is None:
         raise ValueError(f"no save-list keeps to {budget_gib:g} GiB")
