@@ -65,11 +65,12 @@ def rows() -> None:
     tests.update_rows = counted("update", of_rows.launch_update)
     tests.NARROW = torch.float16
     for widths in tests.WIDTHS:
-        for nesterov, dtype in product((True, False), (torch.float32, torch.bfloat16)):
-            tests.test_momentum(nesterov, dtype, widths, "cpu")
+        for kind, dtype in product(((True, True), (False, True), (False, False)), (torch.float32, torch.bfloat16)):
+            tests.test_momentum(*kind, dtype, widths, "cpu")
         tests.test_update(widths, "cpu")
+        tests.test_momentum_decays_where_an_update_is_not_zero(torch.float32, widths, "cpu")
         tests.test_rows_are_taken_and_put_back(widths, "cpu")
-    assert launched == {"momentum": 16, "update": 8, "take": 2, "put": 2}
+    assert launched == {"momentum": 24, "update": 12, "take": 2, "put": 2}
 
 
 def products() -> None:

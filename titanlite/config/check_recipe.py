@@ -12,8 +12,8 @@ from titanlite.config.recipe_schema import (
     MATMULS,
     Float8Recipe,
     Granularity,
+    MatrixGroup,
     ModelDims,
-    MuonGroup,
     OptimizerRecipe,
     SaveList,
 )
@@ -146,7 +146,7 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
         if not re.fullmatch(r"[\w-]+", name):  # the name becomes a part of metric names
             plain = re.sub(r"[^\w-]+", "_", name) or "all"
             problems.add(f"groups.{name}", "", "a name of letters, digits, _ and -", f"[groups.{plain}]")
-        if isinstance(group, MuonGroup) and isinstance(group.polynomials, tuple):
+        if isinstance(group, MatrixGroup) and isinstance(group.polynomials, tuple):
             _check_polynomials(f"groups.{name}.polynomials", group.polynomials, problems)
 
 

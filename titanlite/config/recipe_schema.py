@@ -5,7 +5,7 @@ They are in the package of the config's schema because cross-checks of a config 
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from titanlite.config.problems import Origin
 from titanlite.config.schema import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -262,14 +262,20 @@ class AdamWGroup(ParameterGroup):
 
 
 @dataclass(frozen=True)
-class MuonGroup(ParameterGroup):
+class MatrixGroup(ParameterGroup):
+    """A group of matrices whose momentum is orthogonalised."""
+
+    momentum: Decay = 0.95
+    # Polynomials that orthogonalise: a published sequence, or [a, b, c] of each a x + b x³ + c x⁵, applied in turn.
+    polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] = "polar_express"
+
+
+@dataclass(frozen=True)
+class MuonGroup(MatrixGroup):
     """A group of matrices that Muon updates."""
 
     update = "muon_of_groups.MuonOfGroups"
-    momentum: Decay = 0.95
     nesterov: bool = True
-    # Polynomials that orthogonalise: a published sequence, or [a, b, c] of each a x + b x³ + c x⁵, applied in turn.
-    polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] = "polar_express"
 
 
 @dataclass(frozen=True)
@@ -280,9 +286,22 @@ class NorMuonGroup(MuonGroup):
     beta2: Decay | None = None
 
 
-GROUP_OF_RULE: dict[str, type[ParameterGroup]] = {"adamw": AdamWGroup, "muon": MuonGroup, "normuon": NorMuonGroup}
+@dataclass(frozen=True)
+class Dion2Group(MatrixGroup):
+    """A group of matrices that Dion2 updates."""
 
-MATRIX_RULES = tuple(rule for rule, group in GROUP_OF_RULE.items() if issubclass(group, MuonGroup))
+    update = "muon_of_groups.Dion2OfGroups"
+    share: Annotated[float, "(0, 1]"] = 0.25  # of the rows of a matrix, or of its columns if it has fewer
+
+
+GROUP_OF_RULE: dict[str, type[ParameterGroup]] = {
+    "adamw": AdamWGroup,
+    "muon": MuonGroup,
+    "normuon": NorMuonGroup,
+    "dion2": Dion2Group,
+}
+
+MATRIX_RULES = tuple(rule for rule, group in GROUP_OF_RULE.items() if issubclass(group, MatrixGroup))
 """Rules that update whole matrices. All others update each element alone."""
 
 FROZEN = "frozen"

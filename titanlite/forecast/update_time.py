@@ -21,6 +21,9 @@ _COPIES = 4
 the matrix, and two to copy the result, which replaces the matrix, into the buffer to send."""
 _NORMALISED = 44
 """Bytes per element that NorMuon reads and writes to scale rows: squares, their mean, two quotients, a norm."""
+_SUMMED, _CHOSEN = 2, 4
+"""Times that Dion2 reads or writes beside it each element of a matrix (sums of rows; zeros), and of the part of it
+that is orthogonalised (to copy it out and back)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
     passes = {rule: 1e3 * moved / rates.optimizer / _G for rule, moved in work.moved().items()}
     computing = exchanges = 0.0
     for rule, shared in work.shared:
-        each = _COPIES * ITEMSIZE + (_NORMALISED if work.rows[rule] else 0)
+        choosing = 0 if shared.share is None else _SUMMED + _CHOSEN * shared.share
+        each = (_COPIES + choosing) * ITEMSIZE + (_NORMALISED if work.rows[rule] else 0)
         copied = each * sum(bucket.collected for bucket in shared.buckets)
         passes[rule] += 1e3 * copied / rates.memory / _G
         own = 1e3 * max(seconds_of(matrices, shared.steps, rates) for matrices in shared.owned)

@@ -24,7 +24,7 @@ from titanlite.models.matrices import matrices_of
 from titanlite.optimizers import weight_average
 from titanlite.optimizers.rule import UpdateCost
 from titanlite.optimizers.sharded import update_cost
-from titanlite.parallel.share_matrices import BUCKET, share_matrices
+from titanlite.parallel.share_matrices import BUCKET, part_of, share_matrices
 
 AVERAGE = "average of weights"
 """Key of the average of weights (`optimizer.ema_decay`), beside the names of rules and groups."""
@@ -65,14 +65,15 @@ class BucketWork:
         elements: of all matrices, each once, as owners collect them.
         handed: of all results that owners send, each once for every rank that holds it.
         collected: most that one owner collects; `returned`: most that one owner sends.
-        largest: of the largest stack (matrices of one shape and parameter on one owner), and of their squares.
+        largest: of the largest stack (matrices of one shape and parameter on one owner), of what is orthogonalised of
+            it, and of the squares of that.
     """
 
     elements: int
     handed: int
     collected: int
     returned: int
-    largest: tuple[int, int]
+    largest: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,15 @@ class SharedMatrices:
 
     Attributes:
         steps: number of polynomials.
-        owned: for each rank that owns matrices, their number by shape (R, C).
+        owned: for each rank that owns matrices, their number by shape (R, C) of what is orthogonalised.
         buckets: in the order in which they are sent.
+        share: of each matrix that is orthogonalised (`part_of`).
     """
 
     steps: int
     owned: tuple[Mapping[tuple[int, int], int], ...]
     buckets: tuple[BucketWork, ...]
+    share: float | None = None
 
     @property
     def flops(self) -> int:
@@ -99,16 +102,18 @@ class SharedMatrices:
 
         From the current bucket: the collected rows and the assembled matrices, which results replace. From the next and
         the previous bucket: rows being sent and received. Beside them the largest of three: a stack's temporaries in
-        float16 (a product with its factors, or squares); two copies in float32 while rows are scaled (`sizes_rows`,
-        NorMuon); the results to send. A CPU multiplies in float32 without such kernels, and needs more:
-        `cpu_candidates` leaves half of its memory free.
+        float16 (a product with its factors, or squares) and what Dion2 chose of it; two copies in float32 while rows
+        are scaled (`sizes_rows`, NorMuon); the results to send. A CPU multiplies in float32 without such kernels, and
+        needs more: `cpu_candidates` leaves half of its memory free.
         """
-        none, most = BucketWork(0, 0, 0, 0, (0, 0)), 0
+        none, most = BucketWork(0, 0, 0, 0, (0, 0, 0)), 0
         behind = (*self.buckets[1:], none)
         for last, now, following in zip((none, *self.buckets), self.buckets, behind, strict=False):
             under_way = following.collected + following.elements // world + last.returned + last.handed // world
-            n, squares = now.largest
-            beside = max(2 * n + squares, n + 4 * squares, 4 * n * sizes_rows, now.returned + now.handed // world)
+            whole, n, squares = now.largest
+            chosen = 0 if self.share is None else n
+            beside = chosen + max(2 * n + squares, n + 4 * squares)
+            beside = max(beside, 4 * whole * sizes_rows, now.returned + now.handed // world)
             most = max(most, ITEMSIZE * (2 * now.collected + under_way + beside))
         return most
 
@@ -160,8 +165,8 @@ class UpdateWork:
         self.rows = {rule: self._rows(rule, own) for rule, own in names.items()}
         self.state = self.average + sum(self._state(rule, own) for rule, own in names.items())
         self.shared = [
-            (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
-            for (_, steps), own in _orthogonalised_alike(self.settings).items()
+            (self.settings[own[0]].rule, self._shared(steps, share, tuple(own)))
+            for (_, steps, share), own in _orthogonalised_alike(self.settings).items()
         ]
         buffers = (shared.buffers(world, self.rows[rule] > 0) for rule, shared in self.shared)
         self.buffers = max(buffers, default=0)
@@ -213,7 +218,7 @@ class UpdateWork:
         has_some = self._costs[rule].row > 0
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
-    def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:
+    def _shared(self, steps: int, part: float | None, names: tuple[str, ...]) -> SharedMatrices:
         whole, of_replica = self._whole(), self.world // self.replicas
         parts = [self.run.parameters[name] for name in names]
         shards = [self._expert_shards if part.apart else self._shards for part in parts]
@@ -223,7 +228,7 @@ class UpdateWork:
             for name, part, n in zip(names, parts, shards, strict=True)
         ]
         matrices = tuple(whole[name].matrices for name in names)
-        return share(matrices, tuple(copies), self.world, steps)
+        return share(matrices, tuple(copies), self.world, steps, part=part)
 
 
 @functools.lru_cache(maxsize=64)
@@ -233,38 +238,47 @@ def share(
     world: int,
     steps: int,
     most: int = BUCKET,
+    part: float | None = None,
 ) -> SharedMatrices:
     """Assign matrices, given as (R, C) by parameter, to owners among `world` ranks, and count their elements.
 
     `copies`: number of ranks that hold each element, by parameter. `most`: most elements that a rank collects at once.
+    `part`: the share of each matrix that is orthogonalised.
     """
     flat = [(parameter, rc) for parameter, found in enumerate(matrices) for rc in found]
     owned: dict[int, Counter[tuple[int, int]]] = {}
     stacks: list[dict[int, Counter[tuple[int, tuple[int, int]]]]] = []
-    for i, bucket, owner in share_matrices([rc for _, rc in flat], world, steps, most):
+    for i, bucket, owner in share_matrices([rc for _, rc in flat], world, steps, most, part):
         if bucket == len(stacks):
             stacks.append({})
-        owned.setdefault(owner, Counter())[flat[i][1]] += 1
+        owned.setdefault(owner, Counter())[part_of(flat[i][1], part)] += 1
         stacks[bucket].setdefault(owner, Counter())[flat[i]] += 1
-    return SharedMatrices(steps, tuple(owned.values()), tuple(_bucket(own, copies) for own in stacks))
+    return SharedMatrices(steps, tuple(owned.values()), tuple(_bucket(own, copies, part) for own in stacks), part)
 
 
-def _bucket(stacks: Mapping[int, Mapping[tuple[int, tuple[int, int]], int]], copies: tuple[int, ...]) -> BucketWork:
-    collected, returned, largest = list[int](), list[int](), (0, 0)
+def _bucket(
+    stacks: Mapping[int, Mapping[tuple[int, tuple[int, int]], int]], copies: tuple[int, ...], part: float | None
+) -> BucketWork:
+    collected, returned, largest = list[int](), list[int](), (0, 0, 0)
     for own in stacks.values():
         each = {(p, rc): n * rc[0] * rc[1] for (p, rc), n in own.items()}
         collected.append(sum(each.values()))
         returned.append(sum(copies[p] * n for (p, _), n in each.items()))
-        largest = max(largest, *((each[p, rc], n * min(rc) ** 2) for (p, rc), n in own.items()))
+        used = {rc: part_of(rc, part) for _, rc in own}
+        stacks_of = ((each[p, rc], n * math.prod(used[rc]), n * min(used[rc]) ** 2) for (p, rc), n in own.items())
+        largest = max(largest, *stacks_of)
     return BucketWork(sum(collected), sum(returned), max(collected), max(returned), largest)
 
 
-def _orthogonalised_alike(settings: Mapping[str, UpdateSettings]) -> dict[tuple[object, int], list[str]]:
-    """Group the parameters of matrix rules by equal settings: return names by (settings, number of polynomials)."""
-    found: dict[tuple[object, int], list[str]] = {}
+def _orthogonalised_alike(
+    settings: Mapping[str, UpdateSettings],
+) -> dict[tuple[object, int, float | None], list[str]]:
+    """Group parameters of matrix rules by equal settings: return names by (settings, number of polynomials, share)."""
+    found: dict[tuple[object, int, float | None], list[str]] = {}
     for name, own in settings.items():
         if own.rule in MATRIX_RULES:
-            given = dict(own.own)["polynomials"]
+            keys = dict(own.own)
+            given = keys["polynomials"]
             steps = len(ITERATIONS[given] if isinstance(given, str) else given)
-            found.setdefault(((own.rule, own.own), steps), []).append(name)
+            found.setdefault(((own.rule, own.own), steps, keys.get("share")), []).append(name)
     return found

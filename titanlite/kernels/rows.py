@@ -63,10 +63,12 @@ def momentum_rows(
     skip: Tensor,
     momentum: float,
     nesterov: bool,
+    decays: bool = True,
 ) -> None:
     """Update the momentum of rows, and write u, which will be orthogonalised, for rows that ranks exchange.
 
         m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g with Nesterov's momentum, else m
+        m ← m + (1 - μ) g      without `decays`
 
     Args:
         rows: table of the rows.
@@ -77,14 +79,16 @@ def momentum_rows(
         skip: [] float32; 1 leaves momenta unchanged.
         momentum: μ.
         nesterov: whether u has Nesterov's momentum.
+        decays: whether m decays here; else `update_rows` lets it decay.
     """
     if flat.is_cuda:
-        return _launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
+        return _launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov, decays)
     if not has_memory(flat):
         return None
     for number, chosen, at, place in _rows_alike(rows):
         g, kept = gradients.tensors[number].view(-1)[at] / divisor, momenta.tensors[number].view(-1)
-        new = torch.lerp(kept[at].to(g.dtype), g, 1 - momentum)
+        old = kept[at].to(g.dtype)
+        new = torch.lerp(old, g, 1 - momentum) if decays else old + (1 - momentum) * g
         travels = rows.flat[chosen] != NOWHERE
         flat[place[travels]] = (g.lerp(new, momentum) if nesterov else new)[travels].to(flat.dtype)
         kept[at] = torch.where(skip > 0, kept[at], new.to(kept.dtype))
@@ -102,10 +106,13 @@ def update_rows(
     *,
     measure: bool = False,
     decay_factor: float = 1.0,
+    momenta: TensorTable | None = None,
+    momentum: float = 0.0,
 ) -> Tensor | None:
     """Update rows of parameters p with orthogonalised rows u.
 
         p ← (1 - lr·decay_factor·decay) p - lr·scale·u
+        m ← μ m where u is not 0, if there are `momenta`
 
     Args:
         rows: table of the n rows, each with an offset in `flat`.
@@ -116,12 +123,16 @@ def update_rows(
         skip: [] float32; 1 leaves parameters unchanged.
         measure: whether to return sums of squares.
         decay_factor: factor of all decays.
+        momenta: m, tensors of the parameters' sizes, if they decay here.
+        momentum: μ.
 
     Returns:
         With `measure`: [2, n] float32 or wider, the sum of squares of each row before the update, and of its change.
     """
     if flat.is_cuda:
-        return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure, decay_factor)
+        return _launch_update(
+            rows, parameters, flat, scales, decays, lr, skip, measure, decay_factor, momenta, momentum
+        )
     squares = parameters.tensors[0].new_empty(2, len(rows)) if measure else None
     if not has_memory(flat):
         return squares
@@ -130,6 +141,9 @@ def update_rows(
         old, scale, decay = whole[at], scales[chosen, None].to(whole.dtype), decays[chosen, None].to(whole.dtype)
         new = torch.where(skip > 0, old, old * (1 - lr * decay_factor * decay) - lr * scale * flat[place].to(old.dtype))
         whole[at] = new
+        if momenta is not None:
+            kept = momenta.tensors[number].view(-1)
+            kept[at] = torch.where((flat[place] != 0) & (skip == 0), momentum * kept[at], kept[at])
         if squares is not None:
             squares[:, chosen] = torch.stack((old, new - old)).square().sum(2)
     return squares

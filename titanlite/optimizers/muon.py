@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class MuonRule:
     state_dtype: torch.dtype = torch.float32  # of the momentum
     bucket: int = BUCKET  # elements that an owner collects for one bucket
     beta2: float = 0.95  # β₂ of NorMuon
+    share: float | None = None  # of the shorter side of a matrix that Dion2 orthogonalises; None: all of it
 
 
 class Pace(NamedTuple):
@@ -70,6 +71,8 @@ class Muon:
         ValueError: the matrices of a parameter do not contain each of its rows exactly once.
     """
 
+    _decays_at_once: ClassVar[bool] = True  # False: momentum decays after the update, where that is not zero
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -91,7 +94,7 @@ class Muon:
                     raise ValueError(f"Muon: the matrices of {name} do not have each of its {len(parameter)} rows once")
             ordered = [matrix for name in parameters for matrix in matrices[name]]
             held, rank = held_by_each_rank(parameters), dist.get_rank()
-            stacks = assign(ordered, len(held), len(rule.polynomials), rule.bucket)
+            stacks = assign(ordered, len(held), len(rule.polynomials), rule.bucket, rule.share)
             self.buckets = [schedule(each, held, rank, mesh.replicas) for each in stacks]
             numbers = {name: i for i, name in enumerate(self.locals)}
             self._tables = [self._tables_of(bucket, numbers) for bucket in self.buckets]
@@ -140,8 +143,9 @@ class Muon:
 
     def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
         """Update the momentum of this rank's rows, and begin to send the owners the rows to orthogonalise."""
-        sent, rule = self._empty(tables.bucket.given), self.rule
-        momentum_rows(tables.shard_to_given, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
+        sent, rule, decays = self._empty(tables.bucket.given), self.rule, self._decays_at_once
+        of = rule.momentum, rule.nesterov and decays, decays
+        momentum_rows(tables.shard_to_given, grads, self._momenta, sent, divisor, skip, *of)
         return self._exchange(sent, tables.bucket.given, tables.bucket.collected)
 
     def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
@@ -149,8 +153,12 @@ class Muon:
         whole = collected.new_empty(sum(math.prod(shape) for shape in tables.own))
         put_rows(tables.collected_to_stacks, whole, collected)
         for matrices, _, _ in self._at_once(tables, whole):
-            orthogonalise(matrices, self.rule.polynomials, self.rule.eps, out=matrices)
+            self._replace(matrices)
         return whole
+
+    def _replace(self, matrices: Tensor) -> None:
+        """Replace matrices [B, R, C] by their updates, without the scale."""
+        orthogonalise(matrices, self.rule.polynomials, self.rule.eps, out=matrices)
 
     def _at_once(self, tables: "_Tables", whole: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         """Yield (matrices to compute together [n, R, C], index of their stack, index of the first one in the stack)."""
@@ -189,6 +197,8 @@ class Muon:
             skip,
             measure=norms is not None,
             decay_factor=decay_factor,
+            momenta=None if self._decays_at_once else self._momenta,
+            momentum=self.rule.momentum,
         )
         if norms is not None and squares is not None:
             stacks, rows = tables.bucket.stacks, tables.bucket.taken.rows

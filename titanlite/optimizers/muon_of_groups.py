@@ -1,4 +1,4 @@
-"""Muon and NorMuon as update rules of a recipe: one `Muon` object for all groups with an equal `MuonRule`."""
+"""Muon, NorMuon and Dion2 as update rules of a recipe: one `Muon` object for all groups with an equal `MuonRule`."""
 
 from dataclasses import replace
 
@@ -9,10 +9,12 @@ from torch import Tensor
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.config.schema import Optimizer
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
+from titanlite.optimizers.dion2 import Dion2
 from titanlite.optimizers.group_norms import GroupNorms
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.optimizers.normuon import NorMuon
 from titanlite.optimizers.rule import ParametersOfRule, ShippedRule, UpdateCost, bytes_of_state
+from titanlite.parallel.share_matrices import part_of
 
 
 class MuonOfGroups(ShippedRule):
@@ -53,7 +55,8 @@ class MuonOfGroups(ShippedRule):
                 for stack in bucket.stacks:
                     n, rows = stack.rows.shape
                     matrices += n
-                    flops[stack.owner] += n * orthogonalise_flops(rows, stack.columns, len(each.rule.polynomials))
+                    part = part_of((rows, stack.columns), each.rule.share)
+                    flops[stack.owner] += n * orthogonalise_flops(*part, len(each.rule.polynomials))
                 mine = [transfer.sizes for transfer in (bucket.given, bucket.returned)]
                 sent += each.rule.dtype.itemsize * sum(sum(sizes) - sizes[rank] for sizes in mine)
         most = torch.tensor(sent, device=device)
@@ -90,6 +93,18 @@ class NorMuonOfGroups(MuonOfGroups):
         """See `UpdateRule.whole`."""
         each = [one.second_moment for one in self._each if isinstance(one, NorMuon)]
         return {"second_moment": {name: moment for of in each for name, moment in of.items()}}
+
+
+class Dion2OfGroups(MuonOfGroups):
+    """Dion2 as an update rule; see `UpdateRule`."""
+
+    _kind = Dion2
+
+    @classmethod
+    def cost(cls, config: Optimizer) -> UpdateCost:
+        """See `ShippedRule.cost`. The momentum is read and written once more, where it decays."""
+        of_muon = super().cost(config)
+        return replace(of_muon, moved=of_muon.moved + 2 * of_muon.state)
 
 
 def polynomials_of(settings: UpdateSettings) -> Polynomials:

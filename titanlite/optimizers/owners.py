@@ -96,10 +96,12 @@ def _rectangle(parameter: Tensor, place: list[int]) -> Rectangle:
     return Rectangle(*divmod(int(part.storage_offset()), columns), *part.shape)
 
 
-def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> list[list[Stack]]:
+def assign(
+    matrices: Sequence[Matrix], ranks: int, steps: int, most: int, share: float | None = None
+) -> list[list[Stack]]:
     """Group matrices into buckets of stacks, equal on every rank. Other arguments as in `share_matrices`."""
     buckets = list[dict[tuple[str, int, int], list[Matrix]]]()
-    for i, bucket, owner in share_matrices([matrix.shape for matrix in matrices], ranks, steps, most):
+    for i, bucket, owner in share_matrices([matrix.shape for matrix in matrices], ranks, steps, most, share):
         if bucket == len(buckets):
             buckets.append({})
         matrix = matrices[i]

@@ -5,6 +5,7 @@ a bucket has matrices of about one size for every rank. Both the update and the 
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,17 @@ class Shared(NamedTuple):
     owner: int
 
 
-def share_matrices(shapes: Sequence[tuple[int, int]], ranks: int, steps: int, most: int = BUCKET) -> list[Shared]:
+def part_of(shape: tuple[int, int], share: float | None) -> tuple[int, int]:
+    """Return the shape of what is orthogonalised of a matrix: all, or a share of its shorter side (`dion2.py`)."""
+    if share is None:
+        return shape
+    rows, columns = shape
+    return (math.ceil(share * rows), columns) if rows <= columns else (rows, math.ceil(share * columns))
+
+
+def share_matrices(
+    shapes: Sequence[tuple[int, int]], ranks: int, steps: int, most: int = BUCKET, share: float | None = None
+) -> list[Shared]:
     """Give each matrix an owner and a bucket. Return the matrices in the order of the buckets, largest first.
 
     Args:
@@ -30,8 +41,9 @@ def share_matrices(shapes: Sequence[tuple[int, int]], ranks: int, steps: int, mo
         ranks: number of ranks that may own matrices.
         steps: polynomials of an orthogonalisation.
         most: most elements that a rank collects in a bucket, unless a single matrix is larger.
+        share: as in `part_of`.
     """
-    flops = [orthogonalise_flops(*shape, steps) for shape in shapes]
+    flops = [orthogonalise_flops(*part_of(shape, share), steps) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda i: (-flops[i], shapes[i]))
     work, bucket, found = [(0, rank) for rank in range(ranks)], -1, list[Shared]()  # a heap already
     collected = [0] * ranks

@@ -1,4 +1,4 @@
-"""Muon and NorMuon under every layout against plain ones on whole matrices, and torch's; what the receipt says."""
+"""Muon, NorMuon and Dion2 under every layout against plain ones on whole matrices; Muon against torch's; the receipt."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear
 from titanlite.models.matrices import Matrix, matrices_of
 from titanlite.optimizers import muon as module
+from titanlite.optimizers.dion2 import Dion2
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.optimizers.normuon import NorMuon
 from titanlite.optimizers.sharded import ShardedOptimizer
@@ -93,6 +94,24 @@ def of_numbers(x: Tensor, polynomials: Polynomials) -> Tensor:
     return x
 
 
+def orthogonal(x: Tensor, rule: MuonRule) -> Tensor:
+    left, s, right = torch.linalg.svd(x, full_matrices=False)
+    return (left * of_numbers(s / s.norm(), rule.polynomials)) @ right
+
+
+def of_largest(m: Tensor, rule: MuonRule) -> tuple[Tensor, Tensor]:
+    """Dion2's update of one matrix, and the factor of each element of its momentum."""
+    assert rule.share is not None
+    if m.shape[0] > m.shape[1]:
+        o, decays = of_largest(m.T, rule)
+        return o.T, decays.T
+    largest = sorted(range(len(m)), key=lambda row: -sum(map(abs, m[row].tolist())))
+    chosen = sorted(largest[: math.ceil(rule.share * len(m))])
+    o, decays = torch.zeros_like(m), torch.ones_like(m)
+    o[chosen], decays[chosen] = orthogonal(m[chosen], rule), rule.momentum
+    return o, decays
+
+
 def plain(rule: MuonRule, kind: type[Muon] = Muon) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What whole weights, and NorMuon's second moments, are after the steps, in a loop over matrices."""
     weights, moments = dict[str, Tensor](), dict[str, Tensor]()
@@ -102,11 +121,16 @@ def plain(rule: MuonRule, kind: type[Muon] = Muon) -> tuple[dict[str, Tensor], d
         moment = torch.zeros(p.shape, dtype=torch.float64)  # of a row, at each of its numbers
         for step in range(1, STEPS + 1):
             grad = normal(name, p.shape, step) / 2
-            momentum = rule.momentum * momentum + (1 - rule.momentum) * grad
-            update = rule.momentum * momentum + (1 - rule.momentum) * grad if rule.nesterov else momentum
+            momentum = (1.0 if kind is Dion2 else rule.momentum) * momentum + (1 - rule.momentum) * grad
+            ahead = rule.nesterov and kind is not Dion2
+            update = rule.momentum * momentum + (1 - rule.momentum) * grad if ahead else momentum
             for w, u, v in zip(by_hand(name, weight), by_hand(name, update), by_hand(name, moment), strict=True):
-                left, s, right = torch.linalg.svd(u.reshape(-1, u.shape[-1]), full_matrices=False)
-                o = (left * of_numbers(s / s.norm(), rule.polynomials)) @ right
+                whole_matrix = u.reshape(-1, u.shape[-1])
+                if kind is Dion2:
+                    o, decays = of_largest(whole_matrix, rule)
+                    u.mul_(decays.view(u.shape))
+                else:
+                    o = orthogonal(whole_matrix, rule)
                 size = 0.2 * math.sqrt(max(o.shape))
                 if kind is NorMuon:
                     v.mul_(rule.beta2).add_((1 - rule.beta2) * (o**2).mean(1, keepdim=True).expand_as(o).view(v.shape))
@@ -206,6 +230,23 @@ def test_rows_of_normuon_are_those_of_whole_matrices(layout, tmp_path):
     run_ranks(body, tmp_path, world)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["one", "fsdp 4", "ep 4, tp 2", *slow("tp 2", "fsdp 2, tp 2", "hsdp 2 x 2", "ep 2 of 4", "hsdp 2, ep 2")],
+)
+def test_shares_of_dion2_are_those_of_whole_matrices(layout, tmp_path):
+    world, degrees = LAYOUTS[layout]
+    rule = replace(EXACT, share=0.3)
+
+    def body() -> None:
+        _, found = after_steps(build_mesh(degrees, CPU, has_experts=True), rule, Dion2)
+        weights, _ = plain(rule, Dion2)
+        over = {name: ((weight - weights[name]).norm() / bound(weight)).item() for name, weight in found.items()}
+        assert max(over.values()) <= 1, over
+
+    run_ranks(body, tmp_path, world)
+
+
 def alone(body: Callable[[Mesh], None], folder: Path) -> None:
     run_ranks(lambda: body(build_mesh(Parallelism(), CPU, has_experts=True)), folder, 1)
 
@@ -218,6 +259,32 @@ def test_settings_are_followed(change, tmp_path):
         assert max(errors(after_steps(mesh, rule)[1], rule).values()) <= 1
         if "bucket" not in change:
             assert min(errors(after_steps(mesh, EXACT)[1], rule).values()) > 1e6
+
+    alone(body, tmp_path)
+
+
+def test_a_share_of_one_is_muon_without_nesterovs_momentum(tmp_path):
+    rule = replace(EXACT, share=1.0)
+
+    def body(mesh: Mesh) -> None:
+        found = errors(after_steps(mesh, rule, Dion2)[1], replace(EXACT, nesterov=False))
+        assert max(found.values()) <= 1, found
+
+    alone(body, tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8)])
+def test_of_equal_rows_or_columns_the_first_are_taken_and_the_others_next(shape, tmp_path):
+    def body(mesh: Mesh) -> None:
+        weight, grad = nn.Parameter(torch.zeros(shape)), normal("a", torch.Size(shape), 1).sign().float()
+        matrices, rule = {"a": [Matrix("a", "a", torch.arange(shape[0]), shape[1])]}, MuonRule(share=0.4)
+        ours = Dion2({"a": weight}, mesh, matrices, rule, {"a": Pace(weight_decay=0.0)})
+        for taken in (range(4), range(4, 8)):
+            before = weight.detach().clone()
+            ours.step({"a": grad.clone()}, LR, ONE, ZERO)
+            changed = (weight != before).all(int(shape[0] < shape[1]))
+            assert changed.nonzero().flatten().tolist() == [*taken]
+            assert (weight != before).sum() == 4 * 16
 
     alone(body, tmp_path)
 

@@ -42,16 +42,16 @@ class Case:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("widths", WIDTHS, ids=["aligned", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum(nesterov: bool, dtype: torch.dtype, widths: dict[str, int], device: str) -> None:
+@pytest.mark.parametrize(("nesterov", "decays"), [(True, True), (False, True), (False, False)])
+def test_momentum(nesterov: bool, decays: bool, dtype: torch.dtype, widths: dict[str, int], device: str) -> None:
     case = Case(widths, device)
     momenta = [m.to(dtype) for m in case.momenta]
     before, flat = [m.clone() for m in momenta], case.flat.to(NARROW)
     tensors = tensor_table("gradient", case.gradients), tensor_table("momentum", momenta)
     divisor, skip, leave = (t.to(device) for t in (TWO, ZERO, ONE))
-    momentum_rows(case.rows, *tensors, flat, divisor, leave, 0.75, nesterov)
+    momentum_rows(case.rows, *tensors, flat, divisor, leave, 0.75, nesterov, decays)
     assert all(torch.equal(m, old) for m, old in zip(momenta, before, strict=True))
-    momentum_rows(case.rows, *tensors, flat, divisor, skip, 0.75, nesterov)
+    momentum_rows(case.rows, *tensors, flat, divisor, skip, 0.75, nesterov, decays)
     touched = torch.zeros_like(flat, dtype=torch.bool)
     for number, (gradient, momentum, old) in enumerate(zip(case.gradients, momenta, before, strict=True)):
         for row in range(5):
@@ -59,7 +59,7 @@ def test_momentum(nesterov: bool, dtype: torch.dtype, widths: dict[str, int], de
                 assert torch.equal(momentum[row], old[row])
                 continue
             g, m = gradient[row].double() / 2, old[row].double()
-            new = 0.75 * m + 0.25 * g
+            new = (0.75 if decays else 1) * m + 0.25 * g
             torch.testing.assert_close(momentum[row].double(), new, rtol=torch.finfo(dtype).eps, atol=1e-6)
             if case.places[number, row] != NOWHERE:
                 u = 0.75 * new + 0.25 * g if nesterov else new
@@ -96,6 +96,27 @@ def test_update(widths: dict[str, int], device: str) -> None:
                 new = old[number][row].double() * (1 - 0.1 * 0.5 * decays[n]) - 0.1 * scales[n] * u
                 wanted = old[number][row].double() if skip else new
                 torch.testing.assert_close(tensor[row].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=["aligned", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_decays_where_an_update_is_not_zero(dtype: torch.dtype, widths: dict[str, int], device: str) -> None:
+    case = Case(widths, device)
+    runs = [(n, torch.arange(5) * t.shape[1], t.shape[1], 5 * 8 * n * 600) for n, t in enumerate(case.tensors)]
+    flat = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).to(device, NARROW)
+    flat[::3] = 0
+    numbers = (torch.ones(15, dtype=torch.float64, device=device) for _ in range(2))
+    momenta = [m.to(dtype) for m in case.momenta]
+    tables = tensor_table("parameter", case.tensors), flat, *numbers
+    for skip in (ONE, ZERO):
+        old = [m.clone() for m in momenta]
+        decaying = {"momenta": tensor_table("momentum", momenta), "momentum": 0.75}
+        update_rows(table(runs).on(flat.device), *tables, 0.1, skip.to(device), **decaying)
+        for number, (momentum, before) in enumerate(zip(momenta, old, strict=True)):
+            u = flat[5 * 8 * number * 600 :][: before.numel()].view(before.shape)
+            wanted = torch.where((u != 0) & (skip == 0).to(device), (0.75 * before.float()).to(dtype), before)
+            assert torch.equal(momentum, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -47,7 +47,7 @@ def _move_rows(tensor, flat, ats, widths, places, OUT: tl.constexpr, ALIGNED: tl
 @triton.jit
 def _momentum_rows(
     gradients, momenta, g_like, m_like, flat, owners, ats, widths, places, divisor, skip, momentum,
-    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAYS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update the momentum of one part of a row, and store the row's update in `flat` if it has a place there.
     gradients, momenta: [tensors] int64, addresses."""
@@ -60,7 +60,7 @@ def _momentum_rows(
     )
     g = tl.load(of_g, mask=inside, other=0.0) / tl.load(divisor)
     m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
-    m += (1 - momentum) * (g - m)
+    m += (1 - momentum) * (g - m if DECAYS else g)
     u = m
     if NESTEROV:
         u = g + momentum * (m - g)
@@ -73,16 +73,18 @@ def _momentum_rows(
 
 @triton.jit
 def _update_rows(
-    parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, decay_factor, skip, squares,
-    MEASURE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    parameters, momenta, p_like, m_like, flat, owners, ats, widths, places, scales, decays, lr, decay_factor, momentum,
+    skip, squares, DECAYS: tl.constexpr, MEASURE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the parameters in one part of a row. parameters: [tensors] int64, addresses; squares, if MEASURE: [2,
-    rows, parts], sums of squares of the parameters before the update and of their changes."""
+    """Update the parameters in one part of a row and, if DECAYS, momenta where `flat` is not 0. parameters, momenta:
+    [tensors] int64, addresses; squares, if MEASURE: [2, rows, parts], sums of squares of the parameters before the
+    update and of their changes."""
     is_applied = tl.load(skip) == 0
     if is_applied | MEASURE:  # parameters are measured in a skipped step, too
         along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = along < _numbers(widths, ALIGNED)
-        of_p = _tensor_start(parameters, owners, p_like, ALIGNED) + _numbers(ats, ALIGNED) + along
+        at = _numbers(ats, ALIGNED) + along
+        of_p = _tensor_start(parameters, owners, p_like, ALIGNED) + at
         u = tl.load(flat + _numbers(places, ALIGNED) + along, mask=inside, other=0.0).to(tl.float32)
         scale, decay = tl.load(scales + tl.program_id(0)), tl.load(decays + tl.program_id(0))
         before = tl.load(of_p, mask=inside, other=0.0)
@@ -94,6 +96,10 @@ def _update_rows(
             tl.store(squares + tl.num_programs(0) * tl.num_programs(1) + place, tl.sum(change * change))
         if is_applied:
             tl.store(of_p, p, mask=inside)
+            if DECAYS:
+                of_m = _tensor_start(momenta, owners, m_like, ALIGNED) + at
+                m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
+                tl.store(of_m, tl.where(u != 0, momentum * m, m).to(m_like.dtype.element_ty), mask=inside)
 
 
 def _grid(rows: RowTable) -> tuple[tuple[int, int], int]:
@@ -117,6 +123,7 @@ def launch_momentum(
     skip: Tensor,
     momentum: float,
     nesterov: bool,
+    decays: bool,
 ) -> None:
     if len(rows):
         grid, block = _grid(rows)
@@ -125,7 +132,7 @@ def launch_momentum(
         tables = rows.tensor, rows.at, rows.columns, rows.flat
         _momentum_rows[grid](
             gradients.addresses, momenta.addresses, *like, flat, *tables, divisor, skip, momentum, nesterov,
-            aligned, block, num_warps=WARPS,  # type: ignore[call-arg]
+            decays, aligned, block, num_warps=WARPS,  # type: ignore[call-arg]
         )  # fmt: skip
 
 
@@ -139,14 +146,19 @@ def launch_update(
     skip: Tensor,
     measure: bool,
     decay_factor: float,
+    momenta: TensorTable | None = None,
+    momentum: float = 0.0,
 ) -> Tensor | None:
     if not len(rows):
         return flat.new_empty(2, 0, dtype=torch.float32) if measure else None
     grid, block = _grid(rows)
-    at, like, aligned = parameters.addresses, parameters.tensors[0], rows.aligned and parameters.aligned
+    kept = momenta or parameters
+    addresses, like = (parameters.addresses, kept.addresses), (parameters.tensors[0], kept.tensors[0])
+    aligned = rows.aligned and parameters.aligned and kept.aligned
     tables = rows.tensor, rows.at, rows.columns, rows.flat, scales, decays
     squares = torch.empty(2, *grid, device=flat.device) if measure else skip
     _update_rows[grid](
-        at, like, flat, *tables, lr, decay_factor, skip, squares, measure, aligned, block, num_warps=WARPS  # type: ignore[call-arg]
+        *addresses, *like, flat, *tables, lr, decay_factor, momentum, skip, squares, momenta is not None, measure,
+        aligned, block, num_warps=WARPS,  # type: ignore[call-arg]
     )  # fmt: skip
     return squares.sum(2) if measure else None
