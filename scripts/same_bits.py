@@ -62,7 +62,8 @@ def setups() -> Iterator[tuple[str, int, list[str]]]:
         yield f"experts, {layout}, {', '.join(recipe)}", world, [experts, *flags, *_recipe(*recipe)]
     yield "dense, FSDP 2, float32", 2, []
     yield "dense, FSDP 2, accumulation", 2, ["training.global_batch_size=8"]
-    yield "dense, FSDP 2, normuon", 2, ["optimizer.recipe=normuon"]
+    for name in ("normuon", "dion2"):
+        yield f"dense, FSDP 2, {name}", 2, [f"optimizer.recipe={name}"]
     for name in ("gemma3", "gpt2", "qwen3"):
         yield f"{name}, FSDP 2", 2, [f"model.name={name}"]
         yield f"{name}, TP 2, full, bf16", 2, [f"model.name={name}", TP, *_recipe("full", "bf16", "adamw")]

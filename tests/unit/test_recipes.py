@@ -61,7 +61,7 @@ def test_shipped_names() -> None:
     assert names("float8") == ["blockwise", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
     expected = ["attention", "balanced", "balanced_tight", "every_second_matmul", "full", "matmuls", "none"]
     assert names("activation_checkpoint") == expected
-    assert names("optimizer") == ["adamw", "muon", "normuon"]
+    assert names("optimizer") == ["adamw", "dion2", "muon", "normuon"]
     assert {p.name for p in shipped_folder("recipes").iterdir()} == set(KINDS)
 
 

@@ -36,8 +36,8 @@ class Dion2(Muon):
         side = 1 if rows <= columns else 2  # the dimension of which a share is chosen
         exact = torch.promote_types(matrices.dtype, torch.float32)
         sums = torch.linalg.vector_norm(matrices, 1, dim=3 - side, keepdim=True, dtype=exact)
-        order = sums.sort(dim=side, descending=True, stable=True).indices
-        chosen = order.narrow(side, 0, part[side - 1]).sort(side).values.expand(-1, *part)
+        largest = sums.sort(dim=side, descending=True, stable=True).indices.narrow(side, 0, part[side - 1])
+        chosen = largest.sort(side).values.expand(-1, *part)
         some = matrices.gather(side, chosen)
         orthogonalise(some, self.rule.polynomials, self.rule.eps, out=some)
         matrices.zero_().scatter_(side, chosen, some)

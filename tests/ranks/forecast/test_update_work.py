@@ -19,6 +19,7 @@ from titanlite.forecast.update_work import share
 from titanlite.kernels import orthogonalise
 from titanlite.models.matrices import Matrix
 from titanlite.optimizers import muon
+from titanlite.optimizers.dion2 import Dion2
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.optimizers.muon_of_groups import MuonOfGroups
 from titanlite.optimizers.normuon import NorMuon
@@ -26,7 +27,7 @@ from titanlite.parallel.mesh import build_mesh
 
 REPLICAS, TP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.tensor_parallel_degree=2"
 MIXTURE = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
-NORMUON = "--optimizer.recipe=normuon"
+NORMUON, DION2 = "--optimizer.recipe=normuon", "--optimizer.recipe=dion2"
 ONE, ZERO = torch.ones(()), torch.zeros(())
 
 
@@ -35,13 +36,13 @@ ONE, ZERO = torch.ones(()), torch.zeros(())
     [
         (2, ["--optimizer.ema_decay=0.9"]),
         *slow((2, [*MIXTURE, "--optimizer.state_dtype=bfloat16"])),
-        *slow((2, [NORMUON]), (2, [*MIXTURE, NORMUON])),
+        (2, [DION2]),
+        *slow((2, [NORMUON]), (2, [*MIXTURE, NORMUON]), (4, [*MIXTURE, TP, DION2])),
         *slow((1, []), (2, [TP]), (4, [REPLICAS]), (4, [REPLICAS, TP]), (4, [*MIXTURE]), (4, [*MIXTURE, TP])),
     ],
 )
 def test_an_update_does_what_is_predicted(world: int, flags: list[str], tmp_path: Path) -> None:
-    recipe = [] if NORMUON in flags else ["--optimizer.recipe=muon"]
-    asked = checked(tmp_path, world, [*recipe, *flags])
+    asked = checked(tmp_path, world, ["--optimizer.recipe=muon", *flags])
 
     def body() -> None:
         run = assemble(asked)
@@ -76,7 +77,8 @@ LONG = [(64, 1024)] * 4
 
 
 @pytest.mark.parametrize(
-    ("kind", "shapes", "world"), [(Muon, MIXED, 1), (Muon, LONG, 1), (NorMuon, LONG, 1), *slow((Muon, MIXED, 2))]
+    ("kind", "shapes", "world"),
+    [(Muon, MIXED, 1), (Muon, LONG, 1), (NorMuon, LONG, 1), (Dion2, LONG, 1), *slow((Muon, MIXED, 2))],
 )
 def test_the_memory_of_an_update_is_what_is_predicted(
     kind: type[Muon], shapes: list[tuple[int, int]], world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +96,8 @@ def test_the_memory_of_an_update_is_what_is_predicted(
     most = 2 * 384 * 128
 
     def body() -> None:
-        mesh, rule = build_mesh(Parallelism(), CPU), MuonRule(bucket=most)
+        mesh, part = build_mesh(Parallelism(), CPU), 0.75 if kind is Dion2 else None
+        rule = MuonRule(bucket=most, share=part)
         sharded = (distribute_tensor(torch.zeros(shape), mesh.fsdp, [Shard(0)]) for shape in shapes)
         parameters = {str(i): nn.Parameter(weight) for i, weight in enumerate(sharded)}
         matrices = {n: [Matrix(n, n, torch.arange(len(p)), p.shape[1])] for n, p in parameters.items()}
@@ -102,7 +105,8 @@ def test_the_memory_of_an_update_is_what_is_predicted(
         grads = {n: torch.ones_like(shard) for n, shard in ours.locals.items()}
         with Peak([]) as peak:
             ours.step(grads, 1.0, ONE, ZERO)
-        shared = share(tuple((shape,) for shape in shapes), (1,) * len(shapes), world, len(rule.polynomials), most)
+        each = tuple((shape,) for shape in shapes)
+        shared = share(each, (1,) * len(shapes), world, len(rule.polynomials), most, part)
         assert len(shared.buckets) == len(ours.buckets) >= 4 - world
         found = torch.tensor(peak.bytes)
         dist.all_reduce(found, dist.ReduceOp.MAX)

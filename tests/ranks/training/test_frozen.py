@@ -100,7 +100,12 @@ def trained(folder: Path, world: int, flags: list[str]) -> dict[str, Any]:
         (2, "muon", DENSE, KEEP),  # two micro-steps
         (2, "adamw", DENSE, (*TP, *ASYNC)),
         (2, "muon", MIXED, (*MIXTURE, *EP)),
-        *slow((4, "normuon", DENSE, TP), (2, "lion", DENSE, ()), (2, "muon", MIXED, (*MIXTURE, *TP))),
+        *slow(
+            (4, "normuon", DENSE, TP),
+            (2, "dion2", DENSE, ()),
+            (2, "lion", DENSE, ()),
+            (2, "muon", MIXED, (*MIXTURE, *TP)),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )

@@ -1,4 +1,4 @@
-"""Muon, NorMuon and Dion2 under every layout against plain ones on whole matrices; Muon against torch's; the receipt."""
+"""Muon, NorMuon and Dion2 in every layout against plain ones on whole matrices; Muon against torch's; the receipt."""
 
 import math
 from collections.abc import Callable, Mapping

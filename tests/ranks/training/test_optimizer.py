@@ -187,7 +187,10 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "rules"),
-    [("muon", {"adamw", "muon"}), *slow(("normuon", {"adamw", "normuon"}), ("lion", {"adamw", "Lion"}))],
+    [
+        ("muon", {"adamw", "muon"}),
+        *slow(("normuon", {"adamw", "normuon"}), ("dion2", {"adamw", "dion2"}), ("lion", {"adamw", "Lion"})),
+    ],
 )
 def test_weight_decay_follows_the_schedule(recipe: str, rules: set[str], tmp_path: Path) -> None:
     """By every rule: with the rate, half of it at half the peak; and with `"lr"` a quarter."""

@@ -26,7 +26,7 @@ TP, EP, REPLICAS = (
 # Of the embedding and the head a tensor-parallel rank has 131 rows, which FSDP cannot halve.
 SIZES = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256, "vocab_size": 262}
 DENSE = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
-NORMUON = ["--optimizer.recipe", "normuon"]
+NORMUON, DION2 = (["--optimizer.recipe", name] for name in ("normuon", "dion2"))
 FRESH = "--optimizer.fresh_state=true"
 MIXTURE = ["--model.name", "qwen3_moe", "--model.n_layers", "1"]
 
@@ -50,12 +50,14 @@ def content(run: Run) -> dict[str, Tensor]:
     ("world", "flags", "layouts"),
     [
         (4, [*DENSE, *NORMUON], [(), TP, ()]),
+        (4, [*DENSE, *DION2], [TP, (), REPLICAS]),
         (2, [*DENSE, "lion"], [(), TP]),
         *slow(
             (2, DENSE, [(), TP]),
             (4, DENSE, [(), TP, REPLICAS]),
             (4, [*DENSE, *NORMUON, "--optimizer.state_dtype", "bfloat16"], [(), TP, REPLICAS]),
             (4, [*MIXTURE, *NORMUON], [EP, (*EP, *TP), ()]),
+            (4, [*MIXTURE, *DION2, "--optimizer.state_dtype", "bfloat16"], [EP, (*EP, *TP), ()]),
             (4, DENSE, [(*TP, *REPLICAS), (), TP]),
             (4, [*DENSE, "--optimizer.state_dtype", "bfloat16"], [TP, REPLICAS]),
             (4, MIXTURE, [(), EP, (*EP, *REPLICAS), (*EP, *TP)]),

@@ -173,6 +173,7 @@ STEPS = {
     "a mixture, CP 2": (2, [MIXTURE, f"{CP}2", f"--training.seq_len={S}"]),
     "Muon, FSDP 2": (2, ["--optimizer.recipe=muon"]),
     "NorMuon": (1, ["--optimizer.recipe=normuon"]),
+    "Dion2, FSDP 2": (2, ["--optimizer.recipe=dion2"]),
     "tensorwise, FSDP 2": (2, ["--float8.recipe=tensorwise"]),
 }
 FEW = ("a mixture, CP 2",)

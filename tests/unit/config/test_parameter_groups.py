@@ -145,7 +145,9 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
     ("text", "parts"),
     [
         ('[groups.hidden]\nrule = "muon"\n[groups.hiden]\nmomentum = 0.9', ["line 4", "did you mean [groups.hidden]?"]),
-        ('[groups.a]\nrule = "normuon"\nbeta1 = 0.9', ["momentum, nesterov, polynomials, beta2\n"]),
+        ('[groups.a]\nrule = "normuon"\nbeta1 = 0.9', ["momentum, polynomials, nesterov, beta2\n"]),
+        ('[groups.a]\nrule = "dion2"\nnesterov = true', ["lr_factor, weight_decay, momentum, polynomials, share\n"]),
+        ('[groups.a]\nrule = "dion2"\nshare = 0.0', ["a number, above 0 and at most 1", "share = 0.25 (the default)"]),
         ('[groups.a]\nrule = "muon"\npolynomials = "polar_expres"', ["a list of lists of numbers", '"polar_express"?']),
         ('[groups.a]\nrule = "muon"\npolynomials = [[-1.5, 0.5, 0]]', ["(0, 3]; after step 1"]),  # uphill
         ('[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, nan]]', ["(0, 3]; after step 1"]),

@@ -111,8 +111,9 @@ def test_momentum_decays_where_an_update_is_not_zero(dtype: torch.dtype, widths:
     tables = tensor_table("parameter", case.tensors), flat, *numbers
     for skip in (ONE, ZERO):
         old = [m.clone() for m in momenta]
-        decaying = {"momenta": tensor_table("momentum", momenta), "momentum": 0.75}
-        update_rows(table(runs).on(flat.device), *tables, 0.1, skip.to(device), **decaying)
+        given = table(runs).on(flat.device), *tables, 0.1, skip.to(device)
+        kept = tensor_table("momentum", momenta)
+        update_rows(*given, measure=False, decay_factor=1.0, momenta=kept, momentum=0.75)
         for number, (momentum, before) in enumerate(zip(momenta, old, strict=True)):
             u = flat[5 * 8 * number * 600 :][: before.numel()].view(before.shape)
             wanted = torch.where((u != 0) & (skip == 0).to(device), (0.75 * before.float()).to(dtype), before)
