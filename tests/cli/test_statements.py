@@ -276,7 +276,16 @@ def _() -> Iterator[str]:
 @page("docs/optimizers.md")
 def _() -> Iterator[str]:
     settings, rule = of("config.recipe_schema:MuonGroup"), MuonRule()
-    yield f"| `momentum`, `nesterov` | of Muon and NorMuon | `{settings.momentum}`, `{show(settings.nesterov)}` |"
+    yield f"| `momentum` | of Muon, NorMuon and Dion2 | `{settings.momentum}` |"
+    yield f"| `nesterov` | of Muon and NorMuon | `{show(settings.nesterov)}` |"
+    share, q = of("config.recipe_schema:Dion2Group").share, (4096, 4096)
+    yield f"those that a step updates | `{share}` |"
+    shapes = [q, q, (1024, 4096), (1024, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]  # of a block of 8B
+    whole, some = (
+        sum(computed_flops(*of("parallel.share_matrices:part_of")(shape, part), 5) for shape in shapes)
+        for part in (None, share)
+    )
+    yield f"A `share` of {share} takes {100 * some / whole:.0f} % of Muon's operations"
     yield f"{EMA.state} bytes a parameter in memory and in each checkpoint; {EMA.moved} are read and written in a step"
     yield f"multiplied by {rule.scale} · √max(R, C), which"
     yield f"the root mean square that AdamW's have, {rule.scale}."
@@ -287,6 +296,10 @@ def _() -> Iterator[str]:
         (adamw, _), (muon, computing) = map(step_ms, planned)
         longer = 100 * (muon / adamw - 1)
         yield f"| {n} | {adamw:,.0f} ms | {muon:,.0f} ms | {computing:.0f} ms | {longer:.1f} % |"
+        dion2, computing = step_ms(plan(f"--world={n}", "--optimizer.recipe=dion2"))
+        predicted = f"{dion2:,.0f} ms on two, {100 * (dion2 / adamw - 1):.1f} % longer than with AdamW"
+        if n == 2:
+            yield f"For `dion2` it predicts {predicted}, of it {computing:.0f} ms orthogonalisation."
 
 
 @page("docs/performance.md")

@@ -89,7 +89,13 @@ def test_extras_are_installed_from_the_checkout() -> None:
 
 @pytest.mark.parametrize(
     ("what", "name"),
-    [("architecture", "gemma3"), ("architecture", "gpt2"), ("architecture", "mixtral"), ("optimizer", "normuon")],
+    [
+        ("architecture", "gemma3"),
+        ("architecture", "gpt2"),
+        ("architecture", "mixtral"),
+        ("optimizer", "normuon"),
+        ("optimizer", "dion2"),
+    ],
 )
 def test_the_files_that_name_what_is_added_are_those_that_contributing_says(what: str, name: str) -> None:
     row = re.findall(rf"^\| How do I add an {what}\? .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)

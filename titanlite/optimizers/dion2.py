@@ -20,7 +20,7 @@ m ← m + g, of the same direction, and by default chooses on each shard by itse
 import torch
 from torch import Tensor
 
-from titanlite.kernels.orthogonalise import orthogonalise
+from titanlite.kernels.orthogonalise import Polynomials, orthogonalise
 from titanlite.optimizers.muon import Muon
 from titanlite.parallel.share_matrices import part_of
 
@@ -31,13 +31,18 @@ class Dion2(Muon):
     _decays_at_once = False
 
     def _replace(self, matrices: Tensor) -> None:
-        rows, columns = matrices.shape[1:]
-        part = part_of((rows, columns), self.rule.share)
-        side = 1 if rows <= columns else 2  # the dimension of which a share is chosen
-        exact = torch.promote_types(matrices.dtype, torch.float32)
-        sums = torch.linalg.vector_norm(matrices, 1, dim=3 - side, keepdim=True, dtype=exact)
-        largest = sums.sort(dim=side, descending=True, stable=True).indices.narrow(side, 0, part[side - 1])
-        chosen = largest.sort(side).values.expand(-1, *part)
-        some = matrices.gather(side, chosen)
-        orthogonalise(some, self.rule.polynomials, self.rule.eps, out=some)
-        matrices.zero_().scatter_(side, chosen, some)
+        assert self.rule.share is not None  # noqa: S101  # every group of the rule has one
+        orthogonalise_share(matrices, self.rule.share, self.rule.polynomials, self.rule.eps)
+
+
+def orthogonalise_share(x: Tensor, share: float, polynomials: Polynomials, eps: float = 1e-7) -> None:
+    """Replace B matrices [B, R, C] by o of this module's docstring. The host does not wait for the device."""
+    part = part_of((x.shape[1], x.shape[2]), share)
+    side = 1 if x.shape[1] <= x.shape[2] else 2  # the dimension of which a share is chosen
+    exact = torch.promote_types(x.dtype, torch.float32)
+    sums = torch.linalg.vector_norm(x, 1, dim=3 - side, keepdim=True, dtype=exact)
+    largest = sums.sort(dim=side, descending=True, stable=True).indices.narrow(side, 0, part[side - 1])
+    chosen = largest.sort(side).values.expand(-1, *part)
+    some = x.gather(side, chosen)
+    orthogonalise(some, polynomials, eps, out=some)
+    x.zero_().scatter_(side, chosen, some)
