@@ -94,14 +94,16 @@ def _shown(text: str) -> str:
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that `word` was probably meant to be, ignoring case; None if no choice is similar.
 
-    A word of three letters may lack a letter ("ful" for "full"), a word of two may not ("7B" is not "70B"). A number in
-    the word must be the same in the choice, unless the choice has none ("llama4").
+    A word of three letters may lack a letter ("ful" for "full"), a word of two may not ("7B" is not "70B"), and a word
+    of four is one letter away. A number in the word must be the same in the choice, unless the choice has none
+    ("llama4").
     """
     import difflib  # imported here: the guard process of each rank does not need it
 
     number = re.sub(r"\D", "", word)
     spelling = {c.lower(): c for c in choices if not number or re.sub(r"\D", "", c) in ("", number)}
-    near = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=0.6 if len(word) > 3 else 0.85)
+    cutoff = 0.6 if len(word) > 4 else 0.7 if len(word) > 3 else 0.85
+    near = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=cutoff)
     return spelling[near[0]] if near else None
 
 
