@@ -65,8 +65,8 @@ class BucketWork:
         elements: of all matrices, each once, as owners collect them.
         handed: of all results that owners send, each once for every rank that holds it.
         collected: most that one owner collects; `returned`: most that one owner sends.
-        largest: of the largest stack (matrices of one shape and parameter on one owner), of what is orthogonalised of
-            it, and of the squares of that.
+        largest: of the largest stack (matrices of one shape and parameter on one owner), of the part of it that is
+            orthogonalised, and of the squares of this.
     """
 
     elements: int
@@ -84,7 +84,7 @@ class SharedMatrices:
         steps: number of polynomials.
         owned: for each rank that owns matrices, their number by shape (R, C) of what is orthogonalised.
         buckets: in the order in which they are sent.
-        share: of each matrix that is orthogonalised (`part_of`).
+        share: of each matrix that is orthogonalised, as in `part_of`.
     """
 
     steps: int
@@ -165,8 +165,8 @@ class UpdateWork:
         self.rows = {rule: self._rows(rule, own) for rule, own in names.items()}
         self.state = self.average + sum(self._state(rule, own) for rule, own in names.items())
         self.shared = [
-            (self.settings[own[0]].rule, self._shared(steps, share, tuple(own)))
-            for (_, steps, share), own in _orthogonalised_alike(self.settings).items()
+            (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
+            for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
         buffers = (shared.buffers(world, self.rows[rule] > 0) for rule, shared in self.shared)
         self.buffers = max(buffers, default=0)
@@ -218,7 +218,7 @@ class UpdateWork:
         has_some = self._costs[rule].row > 0
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
-    def _shared(self, steps: int, part: float | None, names: tuple[str, ...]) -> SharedMatrices:
+    def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:
         whole, of_replica = self._whole(), self.world // self.replicas
         parts = [self.run.parameters[name] for name in names]
         shards = [self._expert_shards if part.apart else self._shards for part in parts]
@@ -228,6 +228,7 @@ class UpdateWork:
             for name, part, n in zip(names, parts, shards, strict=True)
         ]
         matrices = tuple(whole[name].matrices for name in names)
+        part = dict(self.settings[names[0]].own).get("share")
         return share(matrices, tuple(copies), self.world, steps, part=part)
 
 
@@ -270,15 +271,12 @@ def _bucket(
     return BucketWork(sum(collected), sum(returned), max(collected), max(returned), largest)
 
 
-def _orthogonalised_alike(
-    settings: Mapping[str, UpdateSettings],
-) -> dict[tuple[object, int, float | None], list[str]]:
-    """Group parameters of matrix rules by equal settings: return names by (settings, number of polynomials, share)."""
-    found: dict[tuple[object, int, float | None], list[str]] = {}
+def _orthogonalised_alike(settings: Mapping[str, UpdateSettings]) -> dict[tuple[object, int], list[str]]:
+    """Group the parameters of matrix rules by equal settings: return names by (settings, number of polynomials)."""
+    found: dict[tuple[object, int], list[str]] = {}
     for name, own in settings.items():
         if own.rule in MATRIX_RULES:
-            keys = dict(own.own)
-            given = keys["polynomials"]
+            given = dict(own.own)["polynomials"]
             steps = len(ITERATIONS[given] if isinstance(given, str) else given)
-            found.setdefault(((own.rule, own.own), steps, keys.get("share")), []).append(name)
+            found.setdefault(((own.rule, own.own), steps), []).append(name)
     return found

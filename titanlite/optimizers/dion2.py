@@ -31,11 +31,10 @@ class Dion2(Muon):
     _decays_at_once = False
 
     def _replace(self, matrices: Tensor) -> None:
-        assert self.rule.share is not None  # noqa: S101  # every group of the rule has one
         orthogonalise_share(matrices, self.rule.share, self.rule.polynomials, self.rule.eps)
 
 
-def orthogonalise_share(x: Tensor, share: float, polynomials: Polynomials, eps: float = 1e-7) -> None:
+def orthogonalise_share(x: Tensor, share: float | None, polynomials: Polynomials, eps: float = 1e-7) -> None:
     """Replace B matrices [B, R, C] by o of this module's docstring. The host does not wait for the device."""
     part = part_of((x.shape[1], x.shape[2]), share)
     side = 1 if x.shape[1] <= x.shape[2] else 2  # the dimension of which a share is chosen
