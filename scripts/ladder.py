@@ -112,8 +112,8 @@ LADDER = (
         64,
         values={"activation_checkpoint.budget_gib": 74.1},
         reasons={
-            "activation_checkpoint.budget_gib": "of 79.1 GiB, 3 are left to CUDA and NCCL, and 2 to what the allocator held "
-            "and did not use when one rank of this file ran alone",
+            "activation_checkpoint.budget_gib": "of 79.1 GiB, 3 are left to CUDA and NCCL, and 2 to what the "
+            "allocator held and did not use when one rank of this file ran alone",
         },
         notes=(_EACH.format(1.1),),
     ),
