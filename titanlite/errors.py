@@ -94,9 +94,9 @@ def _shown(text: str) -> str:
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that `word` was probably meant to be, ignoring case; None if no choice is similar.
 
-    A word of three letters may lack a letter ("ful" for "full"), a word of two may not ("7B" is not "70B"), and a word
-    of four is one letter away. A number in the word must be the same in the choice, unless the choice has none
-    ("llama4").
+    A word of three letters may lack a letter ("ful" for "full"), a word of two may not ("7B" is not "70B"), and one of
+    four may not lack a letter and have a wrong one ("test" is not "texts"). A number in the word must be the same in
+    the choice, unless the choice has none ("llama4").
     """
     import difflib  # imported here: the guard process of each rank does not need it
 

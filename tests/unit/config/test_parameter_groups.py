@@ -148,6 +148,7 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
         ('[groups.a]\nrule = "normuon"\nbeta1 = 0.9', ["momentum, polynomials, nesterov, beta2\n"]),
         ('[groups.a]\nrule = "dion2"\nnesterov = true', ["lr_factor, weight_decay, momentum, polynomials, share\n"]),
         ('[groups.a]\nrule = "dion2"\nshare = 0.0', ["a number, above 0 and at most 1", "share = 0.25 (the default)"]),
+        ('[groups.a]\nrule = "lion"', ["fix:  --optimizer.file my_rule.py, which has the class lion"]),  # not "dion2"
         ('[groups.a]\nrule = "muon"\npolynomials = "polar_expres"', ["a list of lists of numbers", '"polar_express"?']),
         ('[groups.a]\nrule = "muon"\npolynomials = [[-1.5, 0.5, 0]]', ["(0, 3]; after step 1"]),  # uphill
         ('[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, nan]]', ["(0, 3]; after step 1"]),
