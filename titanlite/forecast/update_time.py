@@ -22,8 +22,8 @@ the matrix, and two to copy the result, which replaces the matrix, into the buff
 _NORMALISED = 44
 """Bytes per element that NorMuon reads and writes to scale rows: squares, their mean, two quotients, a norm."""
 _SUMMED, _CHOSEN = 2, 4
-"""Times that Dion2 reads or writes beside it each element of a matrix (sums of rows; zeros), and of the part of it
-that is orthogonalised (to copy it out and back)."""
+"""Times that Dion2 also reads or writes each element of a matrix (to sum rows; to fill what is not updated), and each
+of the part that is orthogonalised (to copy it out and back)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Dion2: Muon that orthogonalises a share of each matrix in a step, the rows whose momentum has gathered most.
+"""Dion2: Muon that orthogonalises a share of each matrix in a step, the rows with the largest momentum.
 
     m ← m + (1 - μ) g
     K = the ⌈share · R⌉ rows of m of largest norm, the sum of absolute values; of equal ones the first

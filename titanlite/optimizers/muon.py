@@ -41,7 +41,7 @@ class MuonRule:
 
     polynomials: Polynomials = ITERATIONS["polar_express"]
     momentum: float = 0.95  # μ
-    nesterov: bool = True  # False: u = m
+    nesterov: bool = True  # False, and always for Dion2: u = m
     scale: float = 0.2  # root mean square of an update, about that of AdamW
     eps: float = 1e-7  # lower limit of the norm that a matrix is divided by
     dtype: torch.dtype = torch.bfloat16  # of rows and results in the exchanges
