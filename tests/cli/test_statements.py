@@ -19,6 +19,7 @@ import pytest
 import tomli
 import torch
 
+from benchmarks import tables
 from tests.support.measured import MEASURED_CONFIGS
 from titanlite import recipes
 from titanlite.byte_size import GIB
@@ -82,6 +83,16 @@ def step_ms(planned: str) -> tuple[float, float]:
     """Return the milliseconds of a step, and those of orthogonalisation."""
     (total,), computing = re.findall(r"total +([\d.,]+) ms", planned), re.findall(r"([\d.]+) orthogonal", planned)
     return float(total.replace(",", "")), float(computing[0]) if computing else 0.0
+
+
+def longer(ms: float, than: float) -> float:
+    """Return the percent by which a step is longer than another one."""
+    return 100 * (ms / than - 1)
+
+
+def measured_with(optimizer: str) -> dict[str, Any]:
+    """Return the last row of 12 layers of 8B with this optimizer."""
+    return [row for row in tables.rows("runs", table="optimizers") if f"recipe {optimizer}" in row["flags"]][-1]
 
 
 @page("README.md")
@@ -291,19 +302,25 @@ def _() -> Iterator[str]:
     yield f"the root mean square that AdamW's have, {rule.scale}."
     yield "9 s² l + 11 s³ operations, by five polynomials"
     assert all(computed_flops(s, n, 5) == 9 * s * s * n + 11 * s**3 for s, n in ((64, 64), (64, 1024), (4096, 14336)))
+    runs = [(2, "adamw"), (2, "muon"), (2, "dion2"), (8, "adamw"), (8, "muon")]
+    steps = {run: step_ms(plan(f"--world={run[0]}", f"--optimizer.recipe={run[1]}")) for run in runs}
     for n in (2, 8):
-        planned = (plan(f"--world={n}", f"--optimizer.recipe={recipe}") for recipe in ("adamw", "muon"))
-        (adamw, _), (muon, computing) = map(step_ms, planned)
-        longer = 100 * (muon / adamw - 1)
-        yield f"| {n} | {adamw:,.0f} ms | {muon:,.0f} ms | {computing:.0f} ms | {longer:.1f} % |"
-        if n == 2:
-            dion2, computing = step_ms(plan("--world=2", "--optimizer.recipe=dion2"))
-            predicted = f"{dion2:,.0f} ms on two, {100 * (dion2 / adamw - 1):.1f} % longer than with AdamW"
-            yield f"For `dion2` it predicts {predicted}, of it {computing:.0f} ms orthogonalisation."
+        (adamw, _), (muon, computing) = steps[n, "adamw"], steps[n, "muon"]
+        yield f"| {n} | {adamw:,.0f} ms | {muon:,.0f} ms | {computing:.0f} ms | {longer(muon, adamw):.1f} % |"
+    (adamw, _), (dion2, computing) = steps[2, "adamw"], steps[2, "dion2"]
+    predicted = f"{dion2:,.0f} ms on two, {longer(dion2, adamw):.1f} % longer than with AdamW"
+    yield f"For `dion2` it predicts {predicted}, of it {computing:.0f} ms orthogonalisation."
+    rows, keys = [measured_with(name) for name in ("adamw", "dion2", "muon")], ("ms_per_step", "predicted_ms_per_step")
+    took, predicted = ([f"{longer(row[key], rows[0][key]):.1f}" for row in rows[1:]] for key in keys)
+    measured = f"{took[0]} % longer with `dion2` and {took[1]} % longer with `muon`"
+    yield f"{measured}, where {' and '.join(predicted)} are predicted."
 
 
 @page("docs/performance.md")
 def _() -> Iterator[str]:
+    adamw, dion2 = (measured_with(recipe) for recipe in ("adamw", "dion2"))
+    took, predicted = (dion2[key] - adamw[key] for key in ("ms_per_step", "predicted_ms_per_step"))
+    yield f"Dion2's steps take {took:.1f} ms longer than AdamW's, where {predicted:.1f} are predicted."
     yield f"against {of('observe.peak_flops:dense_bf16_flops')('NVIDIA H200') / 1e12:g} TFLOP/s"
 
 
