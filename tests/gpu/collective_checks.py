@@ -300,6 +300,7 @@ def shards(device: str, group: Ranks) -> list[str]:
         for part in parts[1:]:
             total += part
         wanted += [torch.cat([x[:size] for x in every]), total]
+    memory = gather.memory(2 * ranks * 4 * max(sizes)).chunk(2)
     gathering, reducing = [torch.cuda.Stream(priority=-1) for _ in range(2)], torch.cuda.Stream(priority=-1)
 
     def issue() -> list[Tensor]:
@@ -312,16 +313,16 @@ def shards(device: str, group: Ranks) -> list[str]:
                 if r > 1:
                     gathering[r % 2].wait_event(copied[-2])
                 delay(device, group, r + 5)
-                whole = gather.buffer(ranks * size, every[me].dtype)
+                whole = memory[r % 2][: ranks * size * every[me].itemsize]
                 own = whole.chunk(ranks)[me]
-                own.copy_(every[me][:size])
-                gather(own)
+                own.view(every[me].dtype).copy_(every[me][:size])
+                gather([(own, gather.at_peers(own))])
             reducing.wait_stream(compute)
             with torch.cuda.stream(reducing):
                 out = torch.empty(size, device=device)
                 reduce(every[me], out)
             compute.wait_stream(gathering[r % 2])
-            found += [whole.clone(), out]
+            found += [whole.clone().view(every[me].dtype), out]
             copied.append(compute.record_event())
         compute.wait_stream(reducing)
         return found

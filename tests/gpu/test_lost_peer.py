@@ -35,9 +35,10 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None
     w = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
 
     def shards() -> None:
-        whole = gather.buffer(world * x.numel(), x.dtype)
-        gather(whole.chunk(world)[rank].copy_(x.view(-1)))
-        reduce(whole, torch.empty(x.numel(), device="cuda"))
+        own = memory.chunk(world)[rank]
+        own.view(x.dtype).copy_(x.view(-1))
+        gather([(own, gather.at_peers(own))])
+        reduce(memory.view(x.dtype), torch.empty(x.numel(), device="cuda"))
 
     def matmuls() -> None:
         _, y = all_gather_matmul(x, [w], 0, 256 * world, group)
@@ -54,6 +55,7 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None
     step = tokens if of == "experts" else matmuls
     if of == "FSDP":
         gather, reduce, step = AllGather(group), ReduceScatter(group), shards
+        memory = gather.memory(world * x.nbytes)
     step()
     set_deadline(DEADLINE_S)
     torch.cuda.synchronize()

@@ -4,8 +4,7 @@ A shard consists of whole rows, so a rank computes row scales by itself. A singl
 after each update (`titanlite.float8.convert.precompute_scales`).
 """
 
-import inspect
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from titanlite.kernels.collectives import Group, all_reduce
-from titanlite.kernels.float8_cast import cast_by, cast_into, cast_rows
+from titanlite.kernels.float8_cast import cast_into
 from titanlite.kernels.float8_scales import scale_of
 
 _aten = torch.ops.aten
@@ -120,14 +119,8 @@ class WeightShard(Tensor):
             return out
         return pytree.tree_map_only(Tensor, lambda master: cls(master, first.how), out)
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Cast the shard; return (tensors to be gathered, inverse scale that every rank has already, or None)."""
-        if self.how.by_row:
-            return cast_rows(self.master, self.how.dtype), None
-        return (cast_by(self.master, self._known_scale(mesh), self.how.dtype),), self.scale_inv
-
     def cast_into(self, out: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Cast the shard, which is the whole weight, to bytes `out`; return the inverse scale, or that of each row."""
+        """Cast the shard to bytes `out` of as many elements; return the inverse scale, of each row or of the weight."""
         if self.how.by_row:
             return cast_into(self.master, None, out)
         cast_into(self.master, self._known_scale(mesh), out)
@@ -137,23 +130,6 @@ class WeightShard(Tensor):
         if self.scale is None:
             agree_on_scales([self], mesh)
         return cast("Tensor", self.scale)
-
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], scale_inv: Tensor | None, dtype: torch.dtype, *, out: Any = None
-    ):
-        """Return the weight made of the gathered tensors; with `out`, a weight in the same memory, set its scale."""
-        if scale_inv is None:
-            qdata, scale_inv = gathered
-        else:
-            (qdata,) = gathered
-        if out is not None:
-            getattr(out, "_local_tensor", out).scale_inv = scale_inv
-            return None
-        return GatheredWeight(qdata, scale_inv, dtype), gathered
-
-
-# FSDP reads the signature at each gather, and Python would compute it each time.
-WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 def local_data(parameter: Tensor) -> Tensor:

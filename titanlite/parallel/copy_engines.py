@@ -1,6 +1,5 @@
 """FSDP by copy engines: gather blocks and exchange their gradients without kernels that occupy SMs."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titanlite.kernels.collectives import all_gather, named_group, reduce_scatter
+from titanlite.kernels.collectives import named_group, reduce_scatter
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.products import FSDP_GATHER
 from titanlite.models.experts import MixtureOfExperts
@@ -34,7 +33,7 @@ def no_copy_engines(mesh: Mesh) -> str | None:
     """
     if not mesh.built_for.is_gpu:
         return "there are none without GPUs"
-    why = no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=2, device=mesh.built_for)
+    why = no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=1, device=mesh.built_for)
     gathered: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, why)
     return next(filter(None, gathered), None)
@@ -46,45 +45,25 @@ def shard_group(mesh: Mesh) -> str:
 
 
 class _NamedExchange:
-    """The exchange for a device that is named but not present: torch's collectives, which send as many bytes."""
+    """The reduction for a device that is named but not present: torch's collective, which sends as many bytes."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._device, self._group = mesh.device, named_group(shard_group(mesh))
-
-    def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=self._device)
+        self._group = named_group(shard_group(mesh))
 
     def prepare(self, size: int, dtype: torch.dtype) -> None:
         pass
 
-    def __call__(self, whole_or_own: Tensor, own: Tensor | None = None) -> None:
-        (all_gather if own is None else reduce_scatter)(whole_or_own, self._group)
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        reduce_scatter(x, self._group)
 
 
 def exchanges(mesh: Mesh) -> tuple[Any, Any]:
     """Return two exchanges: the first all-gathers weights, the second reduce-scatters gradients."""
     if mesh.built_for.is_named:
-        return _NamedExchange(mesh), _NamedExchange(mesh)
+        return None, _NamedExchange(mesh)
     from titanlite.kernels.device import shard_exchange
 
     return shard_exchange.AllGather(shard_group(mesh)), shard_exchange.ReduceScatter(shard_group(mesh))
-
-
-class PushedAllGather(AllGather):
-    """FSDP's all-gather, by copy engines."""
-
-    def __init__(self, exchange: "shard_exchange.AllGather") -> None:
-        self._exchange = exchange
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the output. FSDP writes the input into a part of it."""
-        return self._exchange.buffer(math.prod(size), dtype)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Copy this rank's shard to the other ranks' outputs."""
-        self._exchange(input_tensor)
 
 
 class PushedReduceScatter(ReduceScatter):
@@ -119,7 +98,7 @@ def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Ent
     """
     units = [m for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
     groups = [group for group in map(param_group, units) if group is not None]
-    count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
+    count = sum(isinstance(group._reduce_scatter_comm, PushedReduceScatter) for group in groups)
     reason = "" if count == len(groups) else why or "not applied"
     applied: dict[str, object] = {"blocks": count, "by NCCL, because": reason} if reason else {"blocks": count}
     if (n := sum(_has_sharded_experts(block) for block in model.layers)) and count:  # type: ignore[union-attr]

@@ -10,24 +10,27 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
-from titanlite.float8.weight import WeightShard, local_data
+from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Embedding
-from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, exchanges, param_group
+from titanlite.parallel.copy_engines import PushedReduceScatter, exchanges, param_group
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.placed_units import Arena, Range
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
+
+if TYPE_CHECKING:
+    from titanlite.kernels.device import shard_exchange
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class FSDPUnit:
     mesh: DeviceMesh  # over which the weights are split; the last axis shards, an axis before it replicates
     reshards: bool  # whether gathered weights are freed after forward
     is_read_backward: bool = True  # whether backward needs the gathered weights
-    is_block: bool = False  # whether the unit is one of `model.layers`, which copy engines may gather
     read_by: nn.Module | None = None  # a module that reads the weights without calling `modules`; gets FSDP's hooks
+    is_block: bool = False  # whether the unit is one of `model.layers`, whose gradients copy engines may exchange
+    turn: int | None = None  # number in the order of forward; None: compute may be in other units before this is freed
 
 
 def frees_after_forward(config: Config, shards: int) -> tuple[bool, bool]:
@@ -61,11 +65,13 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
     on = mesh.fsdp
     frees_blocks, frees_ends = frees_after_forward(config, on.size(-1))
     units = _expert_units(model, mesh, frees_blocks)
-    units += [FSDPUnit((block,), on, frees_blocks, is_block=True) for block in model.layers]  # type: ignore[union-attr]
+    blocks = list(model.layers)  # type: ignore[arg-type]
+    units += [FSDPUnit((block,), on, frees_blocks, is_block=True, turn=n) for n, block in enumerate(blocks)]
     embedding, head = model.tok_embeddings, (model.norm, model.output)
     if model.output.weight is not embedding.weight:  # type: ignore[union-attr]
         reads = not _looks_up(embedding)  # type: ignore[arg-type]
-        units += [FSDPUnit((embedding,), on, frees_blocks, is_read_backward=reads), FSDPUnit(head, on, frees_ends)]  # type: ignore[arg-type]
+        units.append(FSDPUnit((embedding,), on, frees_blocks, is_read_backward=reads, turn=-1))  # type: ignore[arg-type]
+        units.append(FSDPUnit(head, on, frees_ends, turn=len(blocks)))  # type: ignore[arg-type]
     return [*units, FSDPUnit((model,), on, frees_ends)]
 
 
@@ -74,12 +80,13 @@ def _expert_units(model: nn.Module, mesh: Mesh, reshards: bool) -> list[FSDPUnit
     if mesh.experts is None:
         return []
     units, seen = [], set[nn.Module]()
-    for reader in (*model.layers, model):  # type: ignore[misc]
+    for n, reader in enumerate((*model.layers, model)):  # type: ignore[misc]
         layers = [m for m in reader.modules() if isinstance(m, MixtureOfExperts) and m not in seen]
         seen.update(layers)
         if layers:
             weights = tuple(part for layer in layers for part in (layer.w13, layer.w2))
-            units.append(FSDPUnit(weights, mesh.expert_shards, reshards, read_by=reader))
+            turn = None if reader is model else n
+            units.append(FSDPUnit(weights, mesh.expert_shards, reshards, read_by=reader, turn=turn))
     return units
 
 
@@ -124,17 +131,29 @@ def apply_fsdp(
                 continue
             if follow and mesh.dp_size > 1:
                 group._reduce_scatter_comm = _ReduceScatter()
-            if group.mesh_info.mesh.size(-1) == 1:
-                for param in group.fsdp_params:
-                    param.__class__ = _WholeParam
+    gather = None
     if by_copy_engines:
-        gathers, reduces = exchanges(mesh)
-        gather = PushedAllGather(gathers)
+        gather, reduces = exchanges(mesh)
         memory = _ReduceScatter() if follow else DefaultReduceScatter()
         reduce = PushedReduceScatter(reduces, memory)
         for block in model.layers:  # type: ignore[union-attr]
-            block.set_custom_all_gather(gather)
             block.set_custom_reduce_scatter(reduce)
+    _place(units, gather)
+
+
+def _place(units: list[FSDPUnit], exchange: "shard_exchange.AllGather | None") -> None:
+    """Give units memory in which they are gathered; experts with a mesh of their own in memory of their own."""
+    for is_expert in (False, True):
+        chosen = [unit for unit in units if (unit.read_by is not None) == is_expert]
+        if not chosen:
+            continue
+        mesh = chosen[0].mesh
+        arena = Arena(mesh.get_group(mesh.ndim - 1), None if is_expert else exchange)
+        in_turn = Range(), Range()
+        for unit in chosen:
+            if (group := param_group(unit.modules[0])) is not None:  # type: ignore[arg-type]
+                takes_turns = unit.reshards and mesh.size(-1) > 1
+                arena.add(group, Range() if unit.turn is None or not takes_turns else in_turn[unit.turn % 2])
 
 
 def _prefetch_experts(model: nn.Module, units: list[FSDPUnit]) -> None:
@@ -150,29 +169,6 @@ def _looks_up(embedding: nn.Module) -> bool:
     """Return whether an embedding only looks up rows, so that backward does not need its table."""
     ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
     return ours and "forward" not in vars(embedding) and not embedding._forward_hooks
-
-
-class _WholeParam(FSDPParam):
-    """A parameter on a single shard, which is cast straight into the memory of the gathered weight.
-
-    FSDP casts it to a tensor of its own and copies that.
-    """
-
-    @property
-    def all_gather_inputs(self) -> list[Tensor]:
-        """Return the gathered weight, [number of its elements]; FSDP copies nothing from a tensor to itself."""
-        shard = self._sharded_local_tensor
-        dtype = shard.how.dtype if isinstance(shard, WeightShard) else self.param_dtype or self.orig_dtype
-        self.init_all_gather_outputs([shard.numel()], [dtype], 1, self.device)
-        (whole,) = self.all_gather_outputs
-        alloc_storage(whole)
-        with torch.autograd._unsafe_preserve_version_counter(whole), torch.no_grad():
-            if isinstance(shard, WeightShard):
-                self._extensions_data.all_gather_metadata = shard.cast_into(whole, self.shard_mesh_from_root)
-                self._extensions_data.all_gather_input_sizes = [shard.size()]
-            else:
-                whole.copy_(self._sharded_param_data)
-        return [whole]
 
 
 class _ReduceScatter(DefaultReduceScatter):
@@ -197,11 +193,10 @@ class _ReduceScatter(DefaultReduceScatter):
 def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
     """Prepare a model's units for the first step. Call once after `apply_fsdp`, when the weights have memory.
 
-    Each unit is gathered and freed once, which makes FSDP move shards that need padding. Gathered weights that are
-    DTensors become plain tensors with this rank's part: unwrapping them at each call of a compiled block would take
-    time of the host (docs/performance.md). On a single data-parallel rank, a hook of each gathered weight moves its
-    gradient to the master weight, and FSDP reduces nothing. Gradients then lie in memory of the compute stream, and are
-    made one by one while activations are freed. Reductions by copy engines prepare their memory and kernels.
+    Each unit is gathered and freed once, which makes FSDP move shards that need padding, and allocates the memory of
+    gathered weights. On a single data-parallel rank, a hook of each gathered weight moves its gradient to the master
+    weight, and FSDP reduces nothing. Gradients then lie in memory of the compute stream, and are made one by one while
+    activations are freed. Reductions by copy engines prepare their memory and kernels.
     """
     dtype, done = getattr(torch, config.training.mixed_precision_reduce), set()
     for unit in model.modules():
@@ -212,15 +207,11 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
             continue
         done.add(group)
         unit.unshard()
-        for param in group.fsdp_params:
-            weight = param.unsharded_param
-            if isinstance(weight, DTensor):
-                weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
-                param._setattr_on_modules(weight)
-                param.is_dtensor = False  # its gradients are no DTensors either
-            if group.mesh_info.mesh.size() == 1 and weight.requires_grad:
-                hook = partial(_accumulate_into_master, dtype, param.sharded_param)
-                weight.register_post_accumulate_grad_hook(hook)
+        if group.mesh_info.mesh.size() == 1:
+            for param in group.fsdp_params:
+                if (weight := param.unsharded_param).requires_grad:
+                    hook = partial(_accumulate_into_master, dtype, param.sharded_param)
+                    weight.register_post_accumulate_grad_hook(hook)
         unit.reshard()
         if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
             trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]

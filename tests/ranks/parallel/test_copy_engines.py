@@ -3,6 +3,7 @@
 Where copies go, in which dtype and when; that they arrive in time is `tests/gpu/collective_checks.py`'s to show.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
@@ -27,6 +27,7 @@ from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel import copy_engines
 from titanlite.parallel.copy_engines import copy_engines_entry
 from titanlite.parallel.fsdp import dtype_of_reduction
+from titanlite.parallel.placed_units import Arena, PlacedGroup, Range
 from titanlite.receipt import Receipt
 from titanlite.training.build import Run
 from titanlite.training.receipt import _dtypes
@@ -103,13 +104,15 @@ def test_exchanges(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def body() -> None:
         group = dist.distributed_c10d._get_default_group().group_name
         gather, reduce, me = device.AllGather(group), device.ReduceScatter(group), dist.get_rank()
+        memory = gather.memory(4096)
         for seed, (size, dtype) in enumerate([(5, torch.bfloat16), (64, torch.float32), (3, torch.bfloat16)]):
             rng = torch.Generator().manual_seed(seed)
             every = [torch.randn(world * size, generator=rng).to(dtype) for _ in range(world)]
-            whole = gather.buffer(world * size, dtype)
+            whole = memory[64 * seed :].view(dtype)[: world * size]
             own = whole.chunk(world)[me]
             own.copy_(every[me][:size])
-            gather(own)
+            own = memory[64 * seed + me * own.nbytes :][: own.nbytes]
+            gather([(own, gather.at_peers(own))])
             assert torch.equal(whole, torch.cat([x[:size] for x in every]))
             wanted, out = torch.zeros(size), torch.full((size,), torch.nan)
             for x in every:
@@ -184,8 +187,8 @@ def test_by_default_copy_engines_are_used_where_they_can(
 
     def body() -> None:
         run = assemble(by_flags)
-        comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
-        assert [isinstance(comm, copy_engines.PushedAllGather) for comm in comms] == [pushes] * len(comms)
+        comms = [block._get_fsdp_state()._fsdp_param_group.arena.exchange for block in run.model.layers]  # type: ignore[operator, union-attr]
+        assert [comm is not None for comm in comms] == [pushes] * len(comms)
         if not flags:
             memory = MemoryModel(asked[pushes].config, run.dims, None, asked[0].optimizer, 2)
             expected = memory.peak_under(asked[0].save_list)  # type: ignore[arg-type]
@@ -240,18 +243,17 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
 
 
 class Stream:
-    """What FSDP orders on CPUs, too, where nothing comes of it: how many copies out of a gather this one is behind."""
+    """What FSDP orders on CPUs, too, where nothing comes of it: how many releases and gathers this one is behind."""
 
     current: "Stream"
 
     def __init__(self, priority: int = 0) -> None:
-        self.behind = 0
+        self.behind = Counter[str]()
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.behind = max(self.behind, other.behind)
+    def wait_stream(self, other: "Stream | Event") -> None:
+        self.behind |= other.behind
 
-    def wait_event(self, event: "Event") -> None:
-        self.behind = max(self.behind, event.behind)
+    wait_event = wait_stream
 
     def record_event(self) -> "Event":
         return Event().record()
@@ -268,7 +270,7 @@ class Event:
     """Of the current stream."""
 
     def record(self, stream: Stream | None = None) -> "Event":
-        self.behind = (stream or Stream.current).behind
+        self.behind = Counter((stream or Stream.current).behind)
         return self
 
 
@@ -290,45 +292,46 @@ MICRO_STEPS, FULL = ["--training.global_batch_size", "4"], ["--activation_checkp
         *slow(("never", []), ("never", FULL), ("default", EXPERTS)),
     ],
 )
-def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
+def test_a_place_is_written_when_it_has_been_read_and_read_when_it_is_written(
     reshard: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As FSDP orders its streams, for as many slots as there are; some gathers overlap, or one would do."""
+    """As the streams are ordered; some gathers overlap with what compute does in the unit before."""
     in_files(tmp_path, monkeypatch)
     compute = Stream.current = Stream()
     for name, mock in (("Stream", Stream), ("Event", Event), ("stream", Stream.as_current)):
         monkeypatch.setattr(torch.cpu, name, mock)
     monkeypatch.setattr(torch.cpu, "current_stream", lambda: Stream.current)
-    in_slots: dict[int, int] = {}  # by address, the last gather
-    copied: dict[int, int] = {}  # by gather, which copy out that was
-    overlaps: list[bool] = []  # of each gather, whether it did not wait for the one before
-    allocate, push = copy_engines.PushedAllGather.allocate, copy_engines.PushedAllGather.__call__
-    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+    released: dict[Range, int] = {}  # of a unit there, the number of the last release
+    gathered: dict[Range, int] = {}
+    overlaps: list[bool] = []  # of each gather, whether it did not wait for the last release
+    cast, gather = PlacedGroup._cast, Arena.gather
+    wait, release = PlacedGroup.wait_for_unshard, PlacedGroup._to_sharded
 
-    def is_behind(number: int) -> bool:
-        return number < 0 or copied.get(number, 10**9) <= Stream.current.behind
+    def note_cast(self: PlacedGroup) -> None:
+        assert Stream.current.behind["releases"] >= released.get(self.at, 0)
+        overlaps.append(Stream.current.behind["releases"] < max(released.values(), default=0))
+        cast(self)
 
-    def note_allocate(self, *args, **options) -> Tensor:
-        number = len(overlaps)
-        assert is_behind(number - self._exchange.channel.n_slots)
-        overlaps.append(not is_behind(number - 1))
-        buffer = allocate(self, *args, **options)
-        in_slots[buffer.data_ptr()] = number
-        return buffer
+    def note_gather(self: Arena, pieces: list) -> None:
+        (unit,) = [u for at in self.ranges for u in at.units if getattr(u, "_pieces", None) is pieces]
+        assert Stream.current.behind["releases"] >= released.get(unit.at, 0)
+        Stream.current.behind["gathers"] = gathered[unit.at] = len(overlaps)
+        gather(self, pieces)
 
-    def note_push(self, *args, **options) -> None:
-        assert is_behind(len(overlaps) - 1 - self._exchange.channel.n_slots)
-        push(self, *args, **options)
+    def note_wait(self: PlacedGroup) -> None:
+        wait(self)
+        assert not self.is_unsharded or compute.behind["gathers"] >= gathered[self.at]
 
-    def note_copy_out(result, *args) -> None:
-        copy_out(result, *args)
-        compute.behind += 1
-        if result.all_gather_output.data_ptr() in in_slots:
-            copied[in_slots[result.all_gather_output.data_ptr()]] = compute.behind
+    def note_release(self: PlacedGroup) -> None:
+        if not self.is_sharded:
+            compute.behind["releases"] += 1
+            released[self.at] = compute.behind["releases"]
+        release(self)
 
-    monkeypatch.setattr(copy_engines.PushedAllGather, "allocate", note_allocate)
-    monkeypatch.setattr(copy_engines.PushedAllGather, "__call__", note_push)
-    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", note_copy_out)
+    monkeypatch.setattr(PlacedGroup, "_cast", note_cast)
+    monkeypatch.setattr(PlacedGroup, "wait_for_unshard", note_wait)
+    monkeypatch.setattr(PlacedGroup, "_to_sharded", note_release)
+    monkeypatch.setattr(Arena, "gather", note_gather)
     world = 4 if flags is EXPERTS else 2  # experts are gathered too, by gloo
     flags = ["--training.mixed_precision_param=bfloat16", f"--training.global_batch_size={world}", *flags]
     flags += ["--model.n_layers=5", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
@@ -337,7 +340,7 @@ def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
     def body() -> None:
         take_steps(assemble(asked), 2)
         assert len(overlaps) >= 15
-        assert any(overlaps)
+        assert any(overlaps) or reshard == "never"
 
     run_ranks(body, tmp_path, world)
 

@@ -7,11 +7,11 @@ the bounds of `tests/ranks/training/test_layouts.py` hold.
 
 import pytest
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import Trained, assemble, checked, take_steps, train
+from titanlite.parallel.placed_units import PlacedGroup
 
 MOE = ["--model.name", "qwen3_moe", "--optimizer.lr", "3e-4"]
 DEGREE = "--parallelism.expert_parallel_degree"
@@ -115,19 +115,19 @@ class Mine(moe.Qwen3MoE):
 
 def test_experts_are_gathered_while_backward_is_in_the_block_behind(tmp_path, monkeypatch) -> None:
     asked = checked(tmp_path, 4, [*MOE, "--model.n_layers", "3", DEGREE, "2"])
-    gather, after = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.FSDPParamGroup.post_backward
+    gather, after = PlacedGroup._gather, PlacedGroup.post_backward
     seen: list[str] = []
 
-    def note_gather(params, *args):
-        seen.append(f"gather {params[0]._param_fqn}")
-        return gather(params, *args)
+    def note_gather(self):
+        seen.append(f"gather {self.fsdp_params[0]._param_fqn}")
+        gather(self)
 
     def note_after(self, *args):
         seen.append(f"after {self.fsdp_params[0]._param_fqn}")
         return after(self, *args)
 
-    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", note_gather)
-    monkeypatch.setattr(_fsdp_param_group.FSDPParamGroup, "post_backward", note_after)
+    monkeypatch.setattr(PlacedGroup, "_gather", note_gather)
+    monkeypatch.setattr(PlacedGroup, "post_backward", note_after)
 
     def body() -> None:
         run = assemble(asked)

@@ -25,9 +25,9 @@ from titanlite.config.schema import Model as ModelConfig
 from titanlite.device import CPU
 from titanlite.float8.weight import local_data
 from titanlite.models.find import build_model
-from titanlite.models.layers import Embedding
+from titanlite.models.layers import Embedding, Sequences
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel import fsdp
+from titanlite.parallel import fsdp, placed_units
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
 from titanlite.parallel.initialise import initialise
@@ -154,6 +154,43 @@ def test_an_embedding_that_multiplies_by_its_weight_has_it_in_backward(tmp_path)
                 found.append(local_data(model.tok_embeddings.weight.grad).clone())
             assert torch.equal(*found)
             assert found[0].count_nonzero() > S * SIZES.dim  # of tokens that did not occur, too
+
+    run_ranks(body, tmp_path, 2)
+
+
+ORDERS = {"skips": (0, 2, 4, 1, 3), "repeats": (0, 1, 0, 1, 2, 2, 0, 4), "parity": (0, 2, 0, 4, 2)}
+
+
+@pytest.mark.parametrize("together", [0, placed_units.TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_in_any_order_have_the_weights_that_are_never_freed(order, together, tmp_path, monkeypatch):
+    """Also if a block is called again, or after one whose weights lie in the same memory; in two steps."""
+    monkeypatch.setattr(placed_units, "TOGETHER", together)
+    monkeypatch.setattr("tests.ranks.parallel.test_fsdp.SIZES", dataclasses.replace(SIZES, n_layers=5))
+
+    def by_order(model: Llama3) -> None:
+        def forward(tokens: Tensor) -> Tensor:
+            x, sequences = model.tok_embeddings(tokens), Sequences(S)
+            for n in ORDERS[order]:
+                x = model.layers[n](x, model.cos, model.sin, sequences)
+            return model.output(model.norm(x))
+
+        model.forward = forward  # type: ignore[method-assign, assignment]
+
+    def body() -> None:
+        found = []
+        for reshard in ("default", "always", "never"):
+            model = sharded(reshard, tied=False, finalizes=True, param="bfloat16", change=by_order)
+            for n in range(2):
+                model.zero_grad(set_to_none=True)
+                model(torch.arange(S) + dist.get_rank() + n).float().square().sum().backward()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.sub_(0 if p.grad is None else 1e-3 * p.grad)
+            found.append({name: local_data(p).clone() for name, p in model.named_parameters()})
+        *freed, never = found
+        for weights in freed:
+            assert all(torch.equal(weights[name], never[name]) for name in never)
 
     run_ranks(body, tmp_path, 2)
 

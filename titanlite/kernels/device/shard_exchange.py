@@ -4,7 +4,7 @@ NCCL's kernels take multiprocessors from a concurrent matmul and slow it down; c
 (benchmarks/results/runs.jsonl). Each collective has two barriers of the ranks, with copies in between. A barrier is a
 kernel of one thread block that waits until all ranks have reached it:
 
-    all-gather       barrier: all buffers may be written; push the shard to each rank; barrier: all shards have arrived
+    all-gather       barrier: all places may be written; push the shards to each rank; barrier: all have arrived
     reduce-scatter   barrier; push each rank's part of the gradient to it; barrier; add the parts, rank 0's first
 
 A gradient is sent in autograd's dtype and added up in float32. The sum is the same as if it was sent in float32, and
@@ -12,14 +12,10 @@ bfloat16 takes half the bytes. Two runs give the same bits.
 
 A rank reaches a barrier when the stream of the call does. Therefore
 
-    a peer's buffer is free        after the first barrier: the peer's stream waits for the buffer's last reader. In an
-                                   all-gather FSDP makes it wait for the copy out of the gather before the last, hence
-                                   two slots (`tests/ranks/parallel/test_copy_engines.py`); the sum of a reduce-scatter
-                                   runs on the stream itself
+    a peer's memory is free        after the first barrier: the peer's stream waits for the memory's last reader. In an
+                                   all-gather that is compute, which reads weights where they arrive
+                                   (`parallel/placed_units.py`); the sum of a reduce-scatter runs on the stream itself
     peers' data has arrived        after the second barrier, which peers reach after their copies
-
-Two slots are enough as long as at most one gather is ahead of the gather that is yet to be copied out, as in FSDP.
-Experts that `parallel/fsdp.py` gathers ahead of their block have separate memory.
 """
 
 from collections.abc import Iterator
@@ -113,7 +109,7 @@ class Exchange:
 
 
 class AllGather(Exchange):
-    """FSDP's all-gather.
+    """FSDP's all-gather, of weights in memory that stays.
 
     Args:
         group: name of the process group that shares parameters: 2 to `MAX_RANKS` ranks of one host, which construct
@@ -121,11 +117,23 @@ class AllGather(Exchange):
     """
 
     def __init__(self, group: str) -> None:
-        super().__init__(channel(group, FSDP_GATHER, n_slots=2))
+        super().__init__(channel(group, FSDP_GATHER, n_slots=1))
 
-    def __call__(self, shard: Tensor) -> None:
-        """Push `shard`, this rank's part of its last `buffer`, into the buffers of all other ranks."""
-        self.push((shard,) * self.channel.ranks)
+    def memory(self, n_bytes: int) -> Tensor:
+        """Return memory of this rank that peers write to, `n_bytes`, equal on all ranks. Call once; a collective."""
+        return self.buffer(n_bytes, torch.uint8)
+
+    def at_peers(self, own: Tensor) -> list[Tensor]:
+        """Return what `own`, bytes of `memory`, is in each peer's memory."""
+        to, first = self.channel, own.storage_offset()
+        return [to.peers[peer][first : first + own.numel()] for peer in self.peers()]
+
+    def __call__(self, copies: list[tuple[Tensor, list[Tensor]]]) -> None:
+        """Copy memory of this rank to the same places `at_peers`."""
+        with self.between_meetings():
+            for n in range(self.channel.ranks - 1):
+                for own, peers in copies:
+                    peers[n].copy_(own)
 
 
 class ReduceScatter(Exchange):
