@@ -320,7 +320,7 @@ def shards(device: str, group: Ranks) -> list[str]:
             reducing.wait_stream(compute)
             with torch.cuda.stream(reducing):
                 out = torch.empty(size, device=device)
-                reduce(every[me], out)
+                reduce([every[me].view(ranks, size)], out)
             compute.wait_stream(gathering[r % 2])
             found += [whole.clone().view(every[me].dtype), out]
             copied.append(compute.record_event())

@@ -38,7 +38,7 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None
         own = memory.chunk(world)[rank]
         own.view(x.dtype).copy_(x.view(-1))
         gather([(own, gather.at_peers(own))])
-        reduce(memory.view(x.dtype), torch.empty(x.numel(), device="cuda"))
+        reduce([memory.view(x.dtype).view(world, -1)], torch.empty(x.numel(), device="cuda"))
 
     def matmuls() -> None:
         _, y = all_gather_matmul(x, [w], 0, 256 * world, group)

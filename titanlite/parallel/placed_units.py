@@ -10,7 +10,8 @@ one unit ahead, that is the reader of the unit before. A unit that would be gath
 model calls its blocks in another order, is gathered later, when compute is there. All other units have a range of their
 own.
 
-Small shards are gathered together, and copied to their places by one kernel.
+Small shards are gathered together, and copied to their places by one kernel; except float8, whose kernel needs aligned
+memory.
 """
 
 from dataclasses import dataclass, field
@@ -27,12 +28,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import record_function
 
 from titanlite.float8.weight import GatheredWeight, WeightShard
+from titanlite.parallel.reduction import TOGETHER, Reduction, in_pieces
 
 if TYPE_CHECKING:
     from titanlite.kernels.device import shard_exchange
-
-TOGETHER = 2**17
-"""Bytes of a shard. Smaller ones are gathered together, except float8, whose kernel needs aligned memory."""
 
 _ALIGNMENT = 256
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # by its name before torch 2.13
@@ -92,15 +91,25 @@ class Range:
 
 
 class Arena:
-    """The memory of all units that a group of ranks shards.
+    """The memory of all units that a group of ranks shards, and the group's collectives.
 
     Args:
         group: the ranks.
-        exchange: copy engines' all-gather; None: the group's collectives.
+        reduction: of all units of the model.
+        by_copy_engines: whether copy engines gather and reduce, see `no_copy_engines`.
+        exchanges: those of copy engines; None without, and on a device that is only named: then the group's collectives
+            send as many bytes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, exchange: "shard_exchange.AllGather | None") -> None:
-        self.group, self.exchange = group, exchange
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        reduction: Reduction,
+        by_copy_engines: bool = False,
+        exchanges: "tuple[shard_exchange.AllGather, shard_exchange.ReduceScatter] | tuple[None, None]" = (None, None),
+    ) -> None:
+        self.group, self.reduction, self.by_copy_engines = group, reduction, by_copy_engines
+        self.exchange, self.reduce = exchanges
         self.ranges: list[Range] = []
 
     def add(self, group: FSDPParamGroup, at: Range) -> None:
@@ -272,3 +281,34 @@ class PlacedGroup(FSDPParamGroup):
         if not self.is_sharded:
             super()._to_sharded()
             self.at.released = self.device_handle.current_stream().record_event()
+
+    @property
+    def dtype_of_sums(self) -> torch.dtype:
+        """Return the dtype in which gradients are added up."""
+        return torch.float32 if self.arena.by_copy_engines else cast("torch.dtype", self.mp_policy.reduce_dtype)
+
+    def post_backward(self, *unused: Any) -> None:
+        """Free the weights, and reduce the gradients that autograd has made."""
+        self._training_state = TrainingState.POST_BACKWARD
+        with record_function(self._with_fqn("FSDP::post_backward")):
+            gradients = {}
+            for param in self.fsdp_params:
+                if hasattr(param, "_unsharded_param") and (gradient := param.unsharded_param.grad) is not None:
+                    gradients[param], param.unsharded_param.grad = gradient, None
+            self.reshard()
+            if gradients:
+                self.arena.reduction(self, gradients)
+
+    def finalize_backward(self) -> None:
+        """Let compute wait for all gradients."""
+        super().finalize_backward()
+        self.arena.reduction.finish(self.device_handle.current_stream())
+
+    def prepare_reduction(self) -> None:
+        """Allocate the memory of copy engines, and load their kernels, before activations fill the GPU."""
+        trained = [param for param in self.fsdp_params if param.sharded_param.requires_grad]
+        if self.arena.reduce is not None and trained:
+            ranks, gathered = self.arena.group.size(), [param.unsharded_param for param in trained]
+            zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in gathered]
+            _, pieces = in_pieces(dict(zip(trained, zeros, strict=True)), ranks)
+            self.arena.reduce(pieces, torch.empty(sum(x.shape[1] for x in pieces), device=self.device))

@@ -24,8 +24,8 @@ from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels import lowering
 from titanlite.kernels.device import channel
 from titanlite.kernels.products import MAX_RANKS
-from titanlite.parallel import copy_engines
-from titanlite.parallel.copy_engines import copy_engines_entry
+from titanlite.parallel import copy_engines, placed_units, reduction
+from titanlite.parallel.copy_engines import copy_engines_entry, param_group
 from titanlite.parallel.fsdp import dtype_of_reduction
 from titanlite.parallel.placed_units import Arena, PlacedGroup, Range
 from titanlite.receipt import Receipt
@@ -71,8 +71,9 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
             return lambda: dist.barrier(passed[0].group)
 
         def add() -> None:
-            arrived, own, out, size, rank, ranks, _ = passed
-            parts = [own if r == rank else arrived[r * size : (r + 1) * size] for r in range(ranks)]
+            arrived, own, out, size, width, rank, ranks, _ = passed
+            all_rows = arrived.as_strided((ranks, size), (width, 1))
+            parts = [own if r == rank else all_rows[r] for r in range(ranks)]
             total = parts[0].float()
             for part in parts[1:]:
                 total = total + part.float()
@@ -89,6 +90,8 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
             moved.add(dtype)
         return given
 
+    for module in (placed_units, reduction):  # most of a small model's shards are as large
+        monkeypatch.setattr(module, "TOGETHER", 1024)
     monkeypatch.setattr(device, "channel", channel_of)
     monkeypatch.setattr(device, "ready", ready)
     monkeypatch.setattr(device.Exchange, "buffer", spoilt)
@@ -117,7 +120,9 @@ def test_exchanges(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             wanted, out = torch.zeros(size), torch.full((size,), torch.nan)
             for x in every:
                 wanted = wanted + x.chunk(world)[me].float()
-            reduce(every[me], out)
+            cut = size // 2
+            pieces = [x.contiguous() for x in every[me].view(world, size).split([cut, size - cut], 1)]
+            reduce(pieces, out)
             assert torch.equal(out, wanted)
 
     run_ranks(body, tmp_path, world)
@@ -355,7 +360,7 @@ def test_experts_that_several_ranks_split_are_gathered_by_nccl(tmp_path: Path, m
         run = assemble(asked)
         take_steps(run, 1)
         assert by_copy_engines(run) == 2
-        assert not any(isinstance(comm_of(b.experts.w13), copy_engines.PushedReduceScatter) for b in run.model.layers)  # type: ignore[union-attr]
+        assert not any(param_group(b.experts.w13).arena.by_copy_engines for b in run.model.layers)  # type: ignore[union-attr]
         entry = copy_engines_entry(run.model, True, None)
         assert entry.applied == {"blocks": 2, "by NCCL": "experts of 2 blocks, over ranks of their own"}
         assert not _dtypes(run).missed
@@ -363,16 +368,11 @@ def test_experts_that_several_ranks_split_are_gathered_by_nccl(tmp_path: Path, m
     run_ranks(body, tmp_path, 4)
 
 
-def comm_of(unit: nn.Module) -> object:
-    return unit._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm  # type: ignore[operator, union-attr]
-
-
 def by_copy_engines(run: Run) -> int:
     """Units whose gradients are reduced by them; that says float32, too, which the receipt reads."""
     blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
-    comms = [comm_of(block) for block in blocks]
     assert {dtype_of_reduction(block) for block in blocks} == {"float32"}
-    return sum(isinstance(comm, copy_engines.PushedReduceScatter) for comm in comms)
+    return sum(param_group(block).arena.reduce is not None for block in blocks)  # type: ignore[arg-type, union-attr]
 
 
 def test_as_many_ranks_as_kernels_take() -> None:

@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.reduction import Reduction
 from titanlite.recipes import load
 
 SIZES = ModelDims("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -47,7 +48,9 @@ def sharded(
     change: Callable[[Llama3], object] = lambda _: None,
     replicas: int = 1,
     follow: bool = False,
+    by_torch: bool = False,
 ) -> Llama3:
+    """A model with weights; `by_torch`: under torch's FSDP2 as it is, with the same units."""
     config = Config(
         training=Training(seq_len=S, mixed_precision_param=param, mixed_precision_reduce=reduce),  # type: ignore[arg-type]
         parallelism=Parallelism(
@@ -59,7 +62,12 @@ def sharded(
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
         change(model)
     mesh = build_mesh(config.parallelism, CPU)
-    apply_fsdp(model, config, mesh, follow)
+    with patch.object(fsdp, "_place", (lambda *_: None) if by_torch else fsdp._place):
+        apply_fsdp(model, config, mesh, follow)
+    for module in model.modules() if by_torch else ():
+        if isinstance(module, FSDPModule):  # gloo cannot divide while it reduces, and nothing is to be divided
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
     model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
@@ -90,7 +98,7 @@ def test_each_parameter_is_in_one_unit(tmp_path):
             with torch.device("meta"):
                 whole = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
             planned = fsdp_units(whole, Config(), build_mesh(Parallelism(), CPU))
-            assert [unit.is_block for unit in planned].count(True) == len(blocks)
+            assert [unit.turn for unit in planned] == [0, 1, *([] if tied else [-1, 2]), None]
             assert [unit.is_read_backward for unit in planned].count(False) == (not tied)  # a looked-up table is not
 
     run_ranks(body, tmp_path, 2)
@@ -229,41 +237,13 @@ def test_gathered_weights_are_plain(world: int, which: str, tmp_path):
     run_ranks(body, tmp_path, world)
 
 
-def test_gradients_are_put_together_by_our_kernel(tmp_path, monkeypatch):
-    world = 3
-
-    def body() -> None:
-        model, calls, ours = sharded("default", tied=False), [], []
-        kernel = fsdp.chunk_cat
-        monkeypatch.setattr(fsdp, "chunk_cat", lambda *args: (ours.append(args[1]), kernel(*args)))
-
-        def count_and_compare(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-            want = torch.empty_like(out)
-            torch._chunk_cat(tensors, dim, num_chunks, out=want)
-            fsdp._fsdp_chunk_cat(tensors, dim, num_chunks, out.fill_(torch.nan))
-            assert torch.equal(out, want)
-            calls.append((dim, num_chunks))
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is another already
-            operators = torch.library.Library("fsdp", "IMPL")
-            operators.impl("chunk_cat", count_and_compare, "CPU", allow_override=True)
-        model(torch.arange(S)).sum().backward()
-        assert calls == [(0, world)] * len(units(model))
-        assert ours == [world] * len(calls)
-
-    run_ranks(body, tmp_path, world)
-    on_gpus = next(x for x in torch._C._dispatch_dump("fsdp::chunk_cat").splitlines() if x.startswith("CUDA:"))
-    assert "titanlite/parallel/fsdp.py" in on_gpus
-
-
 def test_a_single_rank_has_the_gradients_that_fsdp_would_make(tmp_path, monkeypatch):
     """Of two micro-steps, and then of another step, bit for bit; and FSDP reduces none itself."""
 
     def check(param: str, reduce: str, tied: bool, patch: pytest.MonkeyPatch) -> None:
         found: list[list[dict[str, Tensor]]] = []
         for finalizes in (False, True):
-            model, steps = sharded("default", tied, finalizes, param, reduce), []
+            model, steps = sharded("default", tied, finalizes, param, reduce, by_torch=not finalizes), []
             if finalizes:
                 patch.setattr(_fsdp_param_group, "foreach_reduce", None)
             for micro_steps in (2, 1):
@@ -336,7 +316,7 @@ def test_two_weights_whose_gradients_autograd_keeps_in_one_memory_have_their_own
     def body() -> None:
         found = []
         for finalizes in (False, True):
-            model = sharded("default", tied=False, finalizes=finalizes, change=add_another)
+            model = sharded("default", tied=False, finalizes=finalizes, change=add_another, by_torch=not finalizes)
             for n in range(2):
                 model(torch.arange(S) + n).square().sum().backward()
             found.append([local_data(getattr(model.layers[0].feed_forward, n).weight.grad) for n in ("w2", "also")])
@@ -348,33 +328,36 @@ def test_two_weights_whose_gradients_autograd_keeps_in_one_memory_have_their_own
     run_ranks(body, tmp_path, 1)
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2), (2, 2)], ids=str)
-def test_gradients_that_follow_activations_are_those_of_fsdp(world, replicas, tmp_path, monkeypatch):
-    """Bit for bit, in two steps; each unit's input and sum are allocated by our reduce-scatter."""
-    allocated: list[int] = []
-    allocate = fsdp._ReduceScatter.allocate
+def freeze(model: Llama3) -> None:
+    model.layers[1].feed_forward.w2.weight.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
 
-    def count(self, size, **options):
-        allocated.append(*size)
-        return allocate(self, size, **options)
+
+@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_gradients_are_those_of_torchs_fsdp(world, replicas, reduce, tied, tmp_path):
+    """Bit for bit, of two micro-steps, then of one; three ranks pad every weight, and some weights are frozen."""
 
     def body() -> None:
-        monkeypatch.setattr(fsdp._ReduceScatter, "allocate", count)
-        found = []
-        for follow in (False, True):
-            model = sharded("default", False, param="bfloat16", replicas=replicas, follow=follow)
-            for _ in range(2):
-                allocated.clear()
-                model.zero_grad(set_to_none=True)
-                model(torch.arange(S) + dist.get_rank()).float().square().sum().backward()
-            found.append(
-                {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-            )
-            assert len(allocated) == (2 * len(units(model)) if follow else 0)
-        theirs, ours = found
-        assert theirs.keys() == ours.keys() == dict(model.named_parameters()).keys()
-        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
-        assert sum(float(gradient.abs().sum()) for gradient in ours.values()) > 0
+        for reshard, change in (("default", freeze), ("always", lambda _: None), ("never", lambda _: None)):
+            found = []
+            for how in ({"by_torch": True}, {}, {"follow": True}):
+                if how.get("follow") and reduce != "float32":
+                    continue
+                model = sharded(reshard, tied, False, "bfloat16", reduce, change, replicas, **how)
+                for micro_steps in (1,) if how.get("follow") else (1, 2):
+                    model.zero_grad(set_to_none=True)
+                    for n in range(micro_steps):
+                        model(torch.arange(S) + dist.get_rank() + n).float().square().sum().backward()
+                    masters = model.named_parameters()
+                    grads = {name: local_data(p.grad).clone() for name, p in masters if p.grad is not None}
+                    found.append((how, micro_steps, grads))
+            for how, micro_steps, ours in found:
+                (theirs,) = [grads for by, n, grads in found if by.get("by_torch") and n == micro_steps]
+                assert theirs.keys() == ours.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+                assert all(torch.equal(theirs[name], ours[name]) for name in theirs), (reshard, how, micro_steps)
+                assert sum(float(gradient.abs().sum()) for gradient in ours.values()) > 0
 
     run_ranks(body, tmp_path, world)
 
@@ -391,7 +374,7 @@ def test_a_sum_takes_what_the_compute_stream_has_freed_and_nothing_else_is_writt
     try:
         torch.cuda._sleep(200_000_000)
         with torch.cuda.stream(side):
-            made = fsdp._ReduceScatter().allocate(size, dtype=torch.float32, device=torch.device("cuda", 0))
+            made = Reduction(follows=True)._allocate(*size, torch.float32, torch.device("cuda", 0))
             made.fill_(1)
         torch.cuda.synchronize()
     finally:

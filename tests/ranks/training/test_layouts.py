@@ -23,7 +23,6 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import STEPS, Trained, assemble, checked, count_graphs, take_steps, train
 from titanlite import recipes
-from titanlite.parallel import fsdp
 
 LR = ["--optimizer.lr", "3e-4"]
 BATCH = "--training.local_batch_size"
@@ -127,7 +126,7 @@ def test_gradients_are_in_memory_of_the_compute_stream_where_nothing_is_added_to
         units = [module for module in assemble(asked).model.modules() if isinstance(module, FSDPModule)]
         groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)]
         assert groups
-        assert {isinstance(group._reduce_scatter_comm, fsdp._ReduceScatter) for group in groups} == {ours}
+        assert {group.arena.reduction._follows for group in groups} == {ours}
 
     run_ranks(body, tmp_path, 2)
 

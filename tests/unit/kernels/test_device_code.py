@@ -515,7 +515,7 @@ def test_scales_are_with_the_peers_before_the_ranks_meet() -> None:
 def test_shards_that_were_pushed_are_there_when_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_exchange, "channel", lambda *use, n_slots: fake_channel(1, RANKS))
     with compiling(RANKS) as compiled:
-        shard_exchange.ReduceScatter("g")(torch.empty(RANKS * 4096, dtype=BF16), torch.empty(4096))
+        shard_exchange.ReduceScatter("g")([torch.empty(RANKS, 4096, dtype=BF16)], torch.empty(4096))
     assert set(compiled) == {"_meet", "_add_shards"}
     rules = {"": (*_TOLD, *_awaited(SEE_SYS, BARRIER), Never(NON_COHERENT))}
     ptx = compiled["_meet"].asm["ptx"]

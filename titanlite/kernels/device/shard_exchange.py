@@ -18,7 +18,7 @@ A rank reaches a barrier when the stream of the call does. Therefore
     peers' data has arrived        after the second barrier, which peers reach after their copies
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -48,45 +48,32 @@ def _meet(
 
 
 @triton.jit
-def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the ranks' parts in the order of ranks. arrived: [RANKS, size]; this rank's part is read from `own`."""
+def _add_shards(arrived, own, out, size, width, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the ranks' parts in the order of ranks. arrived: [RANKS, size], rows `width` apart; this rank's part is
+    read from `own`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load((own if RANK == 0 else arrived) + at, mask=at < size, other=0.0).to(tl.float32)
     for r in tl.static_range(1, RANKS):
-        source = own if r == RANK else arrived + r * tl.cast(size, tl.int64)
+        source = own if r == RANK else arrived + r * tl.cast(width, tl.int64)
         total += tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(out + at, total, mask=at < size)
 
 
 class Exchange:
-    """Memory that the ranks of a group push data into: the slots of a channel, used in turn."""
+    """Memory that the ranks of a group push data into: the only slot of a channel."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.turn = 0
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of the next slot. It is valid until the same slot is used again.
+        """Return the memory, for `size` elements, equal on all ranks. It is valid until the next call.
 
-        Args:
-            size: elements, equal on all ranks. If it is a new maximum, the call is a collective that waits for the GPU.
-            dtype: of the elements.
+        If the size is a new maximum, the call is a collective that waits for the GPU.
         """
         to, n_bytes = self.channel, size * dtype.itemsize
         to.make_room(n_bytes)
-        self.turn = (self.turn + 1) % to.n_slots
         assert to.slots is not None  # noqa: S101
-        first = self.turn * to.capacity
-        return to.slots[first : first + n_bytes].view(dtype)
-
-    def push(self, parts: tuple[Tensor, ...]) -> None:
-        """Copy `parts[r]` to every other rank r, into this rank's part of the `buffer` of r. Parts have equal sizes."""
-        to = self.channel
-        n_bytes = parts[0].nbytes
-        first = self.turn * to.capacity + to.rank * n_bytes
-        with self.between_meetings():
-            for peer in self.peers():
-                to.peers[peer][first : first + n_bytes].copy_(parts[peer].view(torch.uint8))
+        return to.slots[:n_bytes].view(dtype)
 
     def peers(self) -> list[int]:
         """Return all other ranks, in an order that begins with a different rank on every rank."""
@@ -141,25 +128,43 @@ class ReduceScatter(Exchange):
 
     def __init__(self, group: str) -> None:
         super().__init__(channel(group, FSDP_REDUCE, n_slots=1))
+        self._places: dict[
+            Hashable, list[list[Tensor]]
+        ] = {}  # by sizes: of each peer, this rank's place for each piece
 
-    def prepare(self, size: int, dtype: torch.dtype) -> None:
-        """Allocate memory for `size` elements and load kernels, before activations fill the GPU. A collective."""
-        x = torch.zeros(size, dtype=dtype, device=self.channel.device)
-        self(x, torch.empty(size // self.channel.ranks, device=x.device))
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Sum `x` over the ranks, and store this rank's part of the sum in `out`.
+    def __call__(self, pieces: list[Tensor], out: Tensor) -> None:
+        """Sum `pieces` over the ranks, and store this rank's parts of the sums in `out`, one after the other.
 
         Args:
-            x: [ranks · part], floating.
-            out: [part], float32, contiguous.
+            pieces: [ranks, part] each, contiguous, of one floating dtype, of equal shapes on all ranks.
+            out: [sum of parts], float32, contiguous.
         """
-        to, size = self.channel, out.numel()
-        arrived, parts = self.buffer(x.numel(), x.dtype), x.chunk(to.ranks)
-        own = parts[to.rank]
-        add = ready(
-            _add_shards, (size, x.dtype, to.rank, to.ranks), cdiv(size, BLOCK), (arrived, own, out),
-            lambda: (arrived, own, out, size, to.rank, to.ranks, BLOCK),
+        to, sizes, dtype = self.channel, [x.shape[1] for x in pieces], pieces[0].dtype
+        parts, width = [x.unbind() for x in pieces], sum(sizes)
+        arrived = self.buffer(to.ranks * width, dtype)[:width].split(sizes)  # of rank 0
+        own = [of_ranks[to.rank] for of_ranks in parts]
+        adds = [self._adding(*tensors, width) for tensors in zip(arrived, own, out.split(sizes), strict=True)]
+        places = self._at_peers(sizes, dtype)
+        with self.between_meetings():
+            for peer, there in zip(self.peers(), places, strict=True):
+                for place, of_ranks in zip(there, parts, strict=True):
+                    place.copy_(of_ranks[peer])
+        for add in adds:
+            add()
+
+    def _adding(self, arrived: Tensor, own: Tensor, out: Tensor, width: int) -> Callable[[], None]:
+        """Return what adds up the ranks' parts of a piece; those of rank 0 are `arrived`."""
+        to, size = self.channel, len(out)
+        return ready(
+            _add_shards, (size, width, own.dtype, to.rank, to.ranks), cdiv(size, BLOCK), (arrived, own, out),
+            lambda: (arrived, own, out, size, width, to.rank, to.ranks, BLOCK),
         )  # fmt: skip
-        self.push(parts)
-        add()
+
+    def _at_peers(self, sizes: list[int], dtype: torch.dtype) -> list[list[Tensor]]:
+        to = self.channel
+        key = to.capacity, dtype, *sizes
+        if key not in self._places:
+            first, n_bytes = to.rank * sum(sizes) * dtype.itemsize, sum(sizes) * dtype.itemsize
+            rows = [to.peers[peer][first : first + n_bytes].view(dtype) for peer in self.peers()]
+            self._places[key] = [list(row.split(sizes)) for row in rows]
+        return self._places[key]
