@@ -10,17 +10,15 @@ reduced, as FSDP2 does: one reduction is in flight.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.profiler import record_function
 
 from titanlite.kernels.chunk_cat import chunk_cat
-
-if TYPE_CHECKING:
-    from titanlite.parallel.placed_units import PlacedGroup, PlacedParam
 
 TOGETHER = 2**17
 """Bytes of a rank's part of a gradient. Copy engines send smaller ones together."""
@@ -46,8 +44,11 @@ class Reduction:
         self._summed: list[Tensor] = []  # that replicas add up on another stream than that of their memory
         self._streams: list[Any] = []  # that have reduced
 
-    def __call__(self, unit: "PlacedGroup", gradients: "dict[PlacedParam, Tensor]") -> None:
-        """Add the sum over all data-parallel ranks of each gathered weight's gradient to its master's gradient."""
+    def __call__(self, unit: Any, gradients: dict[FSDPParam, Tensor]) -> None:
+        """Add the sum over all data-parallel ranks of each gathered weight's gradient to its master's gradient.
+
+        `unit`: a `PlacedGroup`.
+        """
         handle, context, arena = unit.device_handle, unit.comm_ctx, unit.arena
         compute, stream, last = handle.current_stream(), context.reduce_scatter_stream, context.reduce_scatter_stream
         if self._ended is not None:
@@ -103,7 +104,7 @@ class Reduction:
         return memory
 
 
-def in_pieces(gradients: "dict[PlacedParam, Tensor]", ranks: int) -> "tuple[list[PlacedParam], list[Tensor]]":
+def in_pieces(gradients: dict[FSDPParam, Tensor], ranks: int) -> tuple[list[FSDPParam], list[Tensor]]:
     """Return parameters in another order, and tensors [ranks, n] that have the ranks' parts of gradients in it."""
     is_whole = {
         param: len(x) % ranks == 0 and x.is_contiguous() and x.nbytes >= ranks * TOGETHER
@@ -118,7 +119,7 @@ def in_pieces(gradients: "dict[PlacedParam, Tensor]", ranks: int) -> "tuple[list
     return params, pieces
 
 
-def _add_to_masters(params: "Sequence[PlacedParam]", sums: Sequence[Tensor]) -> None:
+def _add_to_masters(params: Sequence[FSDPParam], sums: Sequence[Tensor]) -> None:
     """Add sums, padded and flat, to the gradients of master weights."""
     for param, padded in zip(params, sums, strict=True):
         own = padded[: param.sharded_size.numel()].view(param.sharded_size)
