@@ -127,13 +127,14 @@ def _() -> Iterator[str]:
 
 @page("docs/activation_checkpoint.md")
 def _() -> Iterator[str]:
-    def gathered_gib(flavor: str) -> float:
-        block = build_model(Model(flavor=flavor), dims(f"llama3-{flavor}"), 1).layers[0]
-        return 3 * 2 * sum(parameter.numel() for parameter in block.parameters()) / 2**30
+    def symmetric_gib(flavor: str) -> float:
+        model = build_model(Model(flavor=flavor), dims(f"llama3-{flavor}"), 1)
+        block = sum(parameter.numel() for parameter in model.layers[0].parameters())
+        return 2 * (block + 3 * model.output.weight.numel()) / 2**30
 
     yield f"less {percent(of('forecast.memory:MARGIN'))} as a margin"
     yield f"leave {percent(round(1 - of('training.out_of_memory:_MARGIN'), 6))} more room"
-    yield f"has three gathered ones, {gathered_gib('8B'):.1f} GiB for 8B, {gathered_gib('70B'):.0f} for 70B"
+    yield f"{symmetric_gib('8B'):.1f} GiB for 8B, {symmetric_gib('70B'):.1f} for 70B"
     prices = plan("--activation-checkpoint", "--parallelism.tensor_parallel_degree=2", masked=True)
     yield from prices[prices.index("save-list balanced") :].splitlines()
     balanced = memory_of(plan("--world=4"))

@@ -3,13 +3,15 @@
 The prediction is of `memory_gib`, the peak that the caching allocator reserved. This excludes CUDA's context, NCCL's
 buffers and symmetric memory, a few GiB in all.
 
-The allocator reserves memory by stream: no stream takes memory that another has freed. FSDP gathers weights on one
-stream and reduces gradients on another, so the peak is the sum of three peaks, whenever each occurs:
+Memory in which FSDP gathers weights that several ranks shard is never freed (`parallel/placed_units.py`): that of two
+units that are freed after forward, and of all others. If copy engines gather, it is symmetric memory.
+
+The allocator reserves memory by stream: no stream takes memory that another has freed. FSDP reduces gradients on one of
+its own, so the peak is the sum of two peaks, whenever each occurs:
 
     compute     parameters, optimizer state, gathered weights and activations, at the worst moment of backward. This is
                 the head, with the logits and the gradient of its weight; a block, with its recomputation; or the
                 gradient of the head's or the embedding's weight, which exists in the compute dtype and in float32
-    gathering   two units of weights, one being gathered and one being copied out, and a rank's shard
     reducing    all gradients, if this stream widens them or more micro-steps follow: they then exist before the first
                 activations are freed. Also the buffers of the reduction
 
@@ -80,8 +82,8 @@ class Memory:
         parameters: this rank's shard in float32.
         gradients: of this shard in float32; if `MemoryModel.gradients_follow`, only the ones that exist at the peak.
         optimizer: the optimizer's state, and the average of the weights.
-        gathered_weights: weights that FSDP has gathered in the compute dtype, or unused memory of the freed head.
-        communication: FSDP's buffers.
+        gathered_weights: memory in which FSDP gathers weights in the compute dtype, or unused memory of the freed head.
+        communication: gradients that are being reduced, and sums that are no gradients yet.
         activations: kept by the save-list, in the blocks whose backward is not done.
         logits: in the compute dtype; 0 if the peak is not in the head.
         working_set: temporary tensors at the peak: casts and gradients of the head, or recomputed activations and
@@ -128,14 +130,16 @@ class MemoryModel:
             without experts that ranks share out, and of these "experts"; of the "embedding"; and of the "head" with the
             final norm.
         experts_are_reduced: whether other ranks hold the same experts, so that gradients of experts are reduced.
-        copy_engines: whether copy engines gather and reduce blocks, as far as the config determines.
+        copy_engines: whether copy engines gather and reduce all but experts with ranks of their own, as far as the
+            config determines.
         gathered_block: bytes of a block as FSDP gathers it; `gathered_experts` and `gathered_head` likewise.
         alone: whether this is the only data-parallel rank, so that gradients are not reduced.
         gradients_follow: whether gradients are allocated in the memory of activations that backward frees. False if
             they exist before, from an earlier micro-step, or if the reducing stream widens them.
         blocks_stay: whether gathered blocks, and an embedding with a unit of its own, are held until backward.
         ends_freed: whether the gathered head, or a tied embedding, is freed after forward.
-        reduced: bytes of an element of a gradient during its reduction; `reduced_block` for gradients of blocks.
+        reduced: bytes of an element of a gradient in a collective's reduction; `sent`: as it is sent, by part as in
+            `trained`; `copied`: of the copy from which an element of the ends' gradients is sent.
         optimizer: the work of the optimizer's update.
     """
 
@@ -166,7 +170,9 @@ class MemoryModel:
         frees_blocks, self.ends_freed = frees_after_forward(config, self.shards)
         self.blocks_stay = not frees_blocks
         self.copy_engines = uses_copy_engines(config, self.shards)
-        self.reduced_block = self.run.itemsize if self.copy_engines else self.reduced
+        of_most = self.run.itemsize if self.copy_engines else self.reduced
+        self.sent = dict.fromkeys(("block", "embedding", "head"), of_most) | {"experts": self.reduced}
+        self.copied = 0 if self.copy_engines else self.reduced
         of_blocks, first, last = self.run.block_units, self.run.embedding, self.run.output
         self.gathered_block = max(unit.gathered for unit in of_blocks)
         self.gathered_experts = max(unit.gathered for unit in self.run.expert_units)
@@ -197,12 +203,12 @@ class MemoryModel:
 
     @property
     def symmetric_memory(self) -> int:
-        """Return the bytes of symmetric memory: two gathered blocks, a block's gradients, and exchanged tokens."""
-        of_gradients = self.run.itemsize * max(self.trained["block"])
-        of_blocks = 2 * self.gathered_block + of_gradients if self.copy_engines else 0
+        """Return the bytes of symmetric memory: of gathered weights, a unit's gradients, and exchanged tokens."""
+        of_gradients = self.run.itemsize * max(max(self.trained[part]) for part in ("block", "embedding", "head"))
+        of_units = self._places() + of_gradients if self.copy_engines else 0
         received, ranks = max((block.most_exchanged for block in self.run.blocks), default=0), self.run.expert_parallel
         in_place = ranks > 1 and not self.run.exchange_by_nccl
-        return of_blocks + (received * ranks // (ranks - 1) if in_place else 0)
+        return of_units + (received * ranks // (ranks - 1) if in_place else 0)
 
     @property
     def later_window(self) -> int:
@@ -230,9 +236,9 @@ class MemoryModel:
         """Predict the peak of memory from the cost of each block, in the order in which the blocks run."""
         shard, e, n = self.shard, self.run.itemsize, len(blocks)
         held, tied = sum(block.held for block in blocks), self.dims.tied_embeddings
-        head, block = self.gathered_head, self.gathered_block + self.gathered_experts
+        block, embedding, head, placed = self._gathered()
         stays = n * block if self.blocks_stay else 0
-        embedding = e * self.embedding if self.blocks_stay and not tied else 0
+        embedding = embedding if self.blocks_stay and not tied else 0
         trained, of_shard = self.trained, 4 * self.optimizer.trained
         of_head = 0 if tied else 4 * trained["head"][0] // self.shards  # a tied gradient comes after the blocks
 
@@ -249,9 +255,13 @@ class MemoryModel:
         left = held
         # A tied head stays gathered until the end, and so does its gradient.
         of_ends, gradient_of_ends = (head, e * trained["head"][0]) if tied else (0, 0)
-        reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * max(trained["block"]))
-        of_block += self.reduced * max(trained["experts"]) if self.experts_are_reduced else 0
-        before = 0 if tied else reduced * trained["head"][0]  # a unit's buffer is freed after the next unit's is made
+        sent = {part: 0 if self.alone else n_bytes for part, n_bytes in self.sent.items()}
+        copied = 0 if self.alone else self.copied
+        of_block = sent["block"] * max(trained["block"])
+        of_block += sent["experts"] * max(trained["experts"]) if self.experts_are_reduced else 0
+        before = (
+            0 if tied else sent["head"] * trained["head"][0]
+        )  # a unit's buffer is freed after the next unit's is made
         kept = self._kept
         for done, cost in enumerate(reversed(blocks)):
             traced = self.run.blocks[n - 1 - done]
@@ -262,8 +272,8 @@ class MemoryModel:
             left, before = left - cost.held, of_block
         if not tied:  # even if FSDP has freed the gathered head: the reduced gradient does not fit into its memory
             own = e * trained["head"][0] + e * self.run.tokens * self.dims.dim
-            moments.append((stays + embedding + head, reduced * trained["head"][0], *gradients(0), held, 0, own))
-        last, as_it_came = reduced * trained["embedding"][0], e * trained["embedding"][0]
+            moments.append((stays + embedding + head, copied * trained["head"][0], *gradients(0), held, 0, own))
+        last, as_it_came = copied * trained["embedding"][0], e * trained["embedding"][0]
         holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
         moments.append((as_it_came if self.alone else 0, last, of_shard, holes, 0, 0, as_it_came))
         if self.optimizer.buffers:  # the update's, in memory of freed activations
@@ -273,8 +283,8 @@ class MemoryModel:
             parameters=4 * shard,
             gradients=made,
             optimizer=self.optimizer.state,
-            gathered_weights=gathered,
-            communication=buffers + self._gathering() + self._reducing(),
+            gathered_weights=gathered + placed,
+            communication=buffers + self._reducing(),
             activations=activations,
             logits=logits,
             working_set=working_set,
@@ -292,17 +302,25 @@ class MemoryModel:
         kinds = {id(block): block for block in self.run.blocks}
         return {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
 
-    def _gathering(self) -> int:
-        """Return the bytes of FSDP's gather buffers: the unit being gathered, its shard on this rank, the last unit."""
-        if self.shards == 1:
-            return 0
-        e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # engines use symmetric memory
-        embedding, head = e * self.embedding, self.gathered_head
-        order = [(0, embedding), (embedding, block), (block, block)]
-        order += [] if self.dims.tied_embeddings else [(block, head)]
-        of_experts = self.gathered_experts if self.expert_shards > 1 else 0  # two units and a shard
-        experts = 2 * of_experts + of_experts // self.expert_shards
-        return max(before + unit + unit // self.shards for before, unit in order) + experts
+    def _gathered(self) -> tuple[int, int, int, int]:
+        """Return the bytes of a block, the embedding and the head that are allocated to gather them, and freed; and of
+        memory that is not freed, in which all weights are gathered that are not whole on each rank."""
+        whole, experts_are_whole = self.shards == 1, self.expert_shards == 1
+        placed = 0 if whole or self.copy_engines else self._places()
+        placed += 0 if experts_are_whole else (len(self.run.blocks) if self.blocks_stay else 2) * self.gathered_experts
+        block = whole * self.gathered_block + experts_are_whole * self.gathered_experts
+        return block, whole * self.run.itemsize * self.embedding, whole * self.gathered_head, placed
+
+    def _places(self) -> int:
+        """Return the bytes of memory in which weights are gathered that `shards` ranks share, experts of these too."""
+        embedding = 0 if self.dims.tied_embeddings else self.run.itemsize * self.embedding
+        n, block, head = len(self.run.blocks), self.gathered_block, self.gathered_head
+        if self.blocks_stay:
+            return n * block + embedding + head
+        if not (self.ends_freed and embedding):
+            return max(block, embedding) + block + head
+        # The head takes turns, too: after an odd number of blocks in the memory of the embedding.
+        return max(block, embedding, head) + block if n % 2 else max(block, embedding) + max(block, head)
 
     def _reducing(self) -> int:
         """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients.

@@ -8,7 +8,7 @@
     tokens           collectives of tensor parallelism; of one fused with its matmul, only the time beyond that matmul.
                      Collectives of expert parallelism, with the passes over received rows. The exchange of keys and
                      values by NCCL among context-parallel ranks, with the passes around it
-    weights          casts and copies around FSDP's collectives
+    weights          casts of shards before FSDP's all-gather, casts or sums of gradients around its reduce-scatter
     fsdp             collectives that compute does not hide: the first gathers, the last reduction, and in each block
                      the excess over its compute. Also what compute loses beside collectives that take longer between
                      hosts; what it loses within a host is part of the rate of matmuls
@@ -22,7 +22,7 @@ host. Compared with measured runs in `tests/unit/forecast/test_step_time.py`. Ax
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 
@@ -58,6 +58,7 @@ class Unit:
         gathered_bytes: bytes of all shards as they are sent, with the scales of float8.
         gathers: number of all-gathers in a micro-step.
         reduced: bytes of an element of a gradient in the reduce-scatter among shards.
+        pushed: whether copy engines reduce.
         ranks: the ranks that split the unit.
     """
 
@@ -65,6 +66,7 @@ class Unit:
     gathered_bytes: int
     gathers: int
     reduced: int
+    pushed: bool
     ranks: Ranks
 
     @property
@@ -83,20 +85,22 @@ def units(memory: MemoryModel) -> list[list[Unit]]:
     shards = memory.ranks(memory.shards, run.tensor_parallel)
     of_experts = memory.ranks(memory.expert_shards, run.expert_parallel)
 
-    def unit(size: UnitSize, stays: bool, ranks: Ranks = shards) -> Unit:
-        return Unit(size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, ranks)
+    def unit(part: str, size: UnitSize, stays: bool) -> Unit:
+        ranks, pushed = (of_experts, False) if part == "experts" else (shards, memory.copy_engines)
+        return Unit(size.elements, size.gathered + size.scales, 1 if stays else 2, memory.sent[part], pushed, ranks)
 
     blocks = [
         [
-            replace(unit(size, memory.blocks_stay), reduced=memory.reduced_block),
-            *([unit(experts, memory.blocks_stay, of_experts)] if experts.elements else []),
+            unit(part, size, memory.blocks_stay)
+            for part, size in (("block", block), ("experts", experts))
+            if size.elements
         ]
-        for size, experts in zip(run.block_units, run.expert_units, strict=True)
+        for block, experts in zip(run.block_units, run.expert_units, strict=True)
     ]
     if not run.output.elements:
-        return [[unit(run.embedding, ends_stay)], *blocks]
+        return [[unit("embedding", run.embedding, ends_stay)], *blocks]
     # An untied embedding is not read again in backward.
-    return [[unit(run.embedding, True)], *blocks, [unit(run.output, ends_stay)]]
+    return [[unit("embedding", run.embedding, True)], *blocks, [unit("head", run.output, ends_stay)]]
 
 
 @dataclass(frozen=True)
@@ -316,11 +320,12 @@ class StepTimeModel:
         return left.size[1 - by_column] * right.size[1 - by_column]
 
     def _copied(self) -> float:
-        """Return the bytes moved in a micro-step by casts of shards and by copies from and to FSDP's flat buffers."""
-        moved = (self.run.itemsize + self.memory.reduced) * self.memory.parameters
+        """Return the bytes moved in a micro-step by casts of shards, and by casts or sums of gradients."""
+        moved = 0.0
         for unit in chain.from_iterable(units(self.memory)):
-            cast = (4 * unit.elements + unit.gathered_bytes) / unit.shards
-            moved += unit.gathers * (cast + (2 * unit.gathered_bytes if unit.shards > 1 else 0))
+            moved += unit.gathers * (4 * unit.elements + unit.gathered_bytes) / unit.shards
+            made = 4 / unit.shards if unit.pushed else self.memory.reduced
+            moved += (self.run.itemsize + made) * unit.elements
         return moved
 
     def _fsdp(self, n: int, compute: float) -> float:

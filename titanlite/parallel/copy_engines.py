@@ -1,4 +1,4 @@
-"""FSDP by copy engines: gather blocks and exchange their gradients without kernels that occupy SMs."""
+"""FSDP by copy engines: gather weights and exchange gradients without kernels that occupy SMs."""
 
 from typing import TYPE_CHECKING, cast
 

@@ -80,7 +80,7 @@ def test_table(call: Call) -> None:
     assert not any("recomputation" in line for line in lines)  # all that is communicated is kept
     assert ["all_gather", "forward", "2", "3", "0.002", "0.0"] in lines  # of the loss, outside of all modules
     listed = "what a rank sends is not known; what is listed is"  # without --world
-    assert f"{listed} 20.8 MiB a step of 3 micro-steps" in [" ".join(line) for line in lines]
+    assert f"{listed} 20.7 MiB a step of 3 micro-steps" in [" ".join(line) for line in lines]
 
 
 def test_why_and_json(tmp_path: Path, call: Call) -> None:
@@ -242,19 +242,20 @@ def test_without_triton_what_is_fused_is_not_known(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_and_time(tmp_path: Path, call: Call) -> None:
-    """A row of runs.jsonl: 10,330 tok/s/GPU; 80.6 GiB, 7.5 of gradients apart, 0.4 of the last norm, 0.4 of a block
-    that is in symmetric memory now."""
+    """A row of runs.jsonl: 80.6 GiB, 7.5 of gradients apart, 0.4 of the last norm, 2.6 of weights
+    that are in symmetric memory now."""
     file = tmp_path / "plan.json"
     rows = [line.split() for line in call("plan", *FOUR, "--json", str(file)).splitlines()]
     assert ["activations", "42.1", "GiB"] in rows
     assert ["logits", "3.9", "GiB"] in rows
-    total = rows.index(["total", "72.4", "GiB"])
-    assert " ".join(rows[total + 1]) == "symmetric memory, on top 1.2 GiB"
+    total = rows.index(["total", "70.2", "GiB"])
+    assert " ".join(rows[total + 1]) == "symmetric memory, on top 3.3 GiB"
     said = json.loads(file.read_text())
-    assert said["symmetric_memory_bytes"] == 3 * 2 * 218_112_000  # two blocks that are gathered, and one of gradients
+    # A block and the embedding take turns; then the head, and its gradients.
+    assert said["symmetric_memory_bytes"] == 2 * (218_112_000 + 3 * 128_256 * 4096 + 2 * 4096)
     assert said["memory_bytes"]["activations"] == 32 * (130 + 1088 + 128) * 2**20
     assert sum(said["memory_bytes"].values()) == 2 * said["memory_bytes"]["total"]
-    assert said["tokens_per_second_per_gpu"] == pytest.approx(10_330, rel=0.03)
+    assert said["tokens_per_second_per_gpu"] == pytest.approx(2 * 8192e3 / said["step_ms"]["total"])
     assert sum(said["step_ms"].values()) == pytest.approx(2 * said["step_ms"]["total"])
     assert ["tok/s/GPU", f"{said['tokens_per_second_per_gpu']:,.0f}"] in rows
     flops = 6 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192  # of a token: matmuls, attention
@@ -301,24 +302,24 @@ def test_logits_that_are_not_at_the_peak(call: Call) -> None:
 def test_memory_of_a_small_model_is_in_mib(call: Call) -> None:
     rows = [line.split() for line in call("plan", *SMALL).splitlines()]
     assert ["parameters", "3.3", "MiB"] in rows  # 1,705,216 in float32, on two ranks
-    assert "fits NVIDIA H200 (the default of --device): 460.5 MiB of 139.8 GiB" in map(" ".join, rows)
+    assert "fits NVIDIA H200 (the default of --device): 457.4 MiB of 139.8 GiB" in map(" ".join, rows)
     (updates,) = (" ".join(row) for row in rows if row[:2] == ["all_reduce", "update"])
     assert updates == "all_reduce update norm, loss and the like 2 3 0.000 0.0"
 
 
 @pytest.mark.usefixtures("unrecorded")
 def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "\nfits the device: 73.6 GiB of 75 GiB\n" in call("plan", *FOUR, "--device-gib", "75")
+    assert "\nfits the device: 73.5 GiB of 75 GiB\n" in call("plan", *FOUR, "--device-gib", "75")
     assert main(["plan", *FOUR, "--device-gib", "74"]) == 2
     out, err = capsys.readouterr()
     assert "fits" not in out
-    assert ["total", "72.4", "GiB"] in [line.split() for line in out.splitlines()]
+    assert ["total", "70.2", "GiB"] in [line.split() for line in out.splitlines()]
     assert (
-        "--device-gib = 74\n      want: at least 74.7 GiB: the predicted peak and 1.2 GiB of symmetric memory (copy"
+        "--device-gib = 74\n      want: at least 74.6 GiB: the predicted peak and 3.3 GiB of symmetric memory (copy"
         in err
     )
     first = err.partition("the cheapest first\n")[2].split()[:4]
-    assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "71.6"]
+    assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "69.5"]
     call("plan", *FOUR, "--device-gib", "74", *first)
     assert "--device = NVIDIA H200 (the default of --device), 139.8 GiB\n" in call(
         "plan", *FOUR, "--training.local_batch_size", "8", ends=2

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.copied_weights import WithCopies
 from tests.support.held_for_backward import Peak, stream
 from tests.support.measured import MEASURED_CONFIGS, arguments, measured_runs
 from titanlite import recipes
@@ -38,9 +39,9 @@ def checked(world: int, name: str, *flags: str) -> CheckedRun:
     return checked_run(asked, world_size=world)
 
 
-def peak_of(run: CheckedRun, world: int, follow: bool | None = None) -> Memory:
+def peak_of(run: CheckedRun, world: int, follow: bool | None = None, of: type[MemoryModel] = MemoryModel) -> Memory:
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
+    memory = of(run.config, run.dims, run.float8, run.optimizer, world)
     if follow is not None:
         memory.gradients_follow = follow
     return memory.peak(block_costs(memory.run, run.save_list))
@@ -49,14 +50,14 @@ def peak_of(run: CheckedRun, world: int, follow: bool | None = None) -> Memory:
 @pytest.mark.parametrize("row", measured_runs("memory"))
 def test_measured_runs(row: dict[str, Any]) -> None:
     run = checked_run(arguments(row), world_size=row["world"])
-    assert peak_of(run, row["world"]).total / GIB == pytest.approx(row["reserved_gib"], rel=0.015)
+    assert peak_of(run, row["world"], of=WithCopies).total / GIB == pytest.approx(row["reserved_gib"], rel=0.015)
 
 
 @pytest.mark.parametrize("row", measured_runs("memory_full"))
 def test_measured_runs_that_keep_nothing(row: dict[str, Any]) -> None:
     """None needs more than is predicted and a budget leaves free; bf16 runs of the whole model are within 2 %."""
     run = checked_run(arguments(row), world_size=row["world"])
-    off = peak_of(run, row["world"]).total / GIB / row["reserved_gib"] - 1
+    off = peak_of(run, row["world"], of=WithCopies).total / GIB / row["reserved_gib"] - 1
     config = run.config
     is_usual = config.float8.recipe == "none" and run.dims.n_layers == 32 and config.training.local_batch_size == 2
     assert -MARGIN < off < (0.02 if is_usual else 0.045)
@@ -67,7 +68,7 @@ def test_measured_runs_before(row: dict[str, Any]) -> None:
     """All are within 1.4 %, with the two float32 tensors that the last norm kept in the place of its input, and with
     gradients that lay apart where there are others to reduce with."""
     run = checked_run(arguments(row), world_size=row["world"])
-    memory = peak_of(run, row["world"], follow=row["world"] == 1)
+    memory = peak_of(run, row["world"], follow=row["world"] == 1, of=WithCopies)
     tokens = 2 * 8192 // run.config.parallelism.tensor_parallel_degree
     kept = (2 * 4 - 2) * tokens * run.dims.dim if memory.logits else 0
     assert (memory.total + kept) / GIB == pytest.approx(row["reserved_gib"], rel=0.015)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import tomli
 
+from tests.support.copied_weights import TimeWithCopies, WithCopies
 from titanlite import recipes
 from titanlite.config.schema import Compile, Config, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.device_specs import Rates
-from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.network import Ranks, networks, placed
 from titanlite.forecast.search import Candidate, Setting, gpu_candidates, optimizer_rules
 from titanlite.forecast.step_time import StepTime, StepTimeModel
@@ -66,11 +66,12 @@ def test_the_time_of_a_collective(kind: str, mb: float, ranks: tuple[int, int], 
 
 
 def of_run(flags: str, world: int, rates: Rates) -> tuple[StepTimeModel, StepTime]:
+    """A step with the copies of torch's FSDP."""
     config = str(shipped_folder("configs") / "llama3_8b.toml")
     run = checked_run(["--config", config, "--data.document_mask=false", *flags.split()], world_size=world)
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world, host=rates.host)
-    model = StepTimeModel(memory, rates)
+    memory = WithCopies(run.config, run.dims, run.float8, run.optimizer, world, host=rates.host)
+    model = TimeWithCopies(memory, rates)
     return model, model.step(block_costs(memory.run, run.save_list))
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import tables
+from tests.support.copied_weights import TimeWithCopies, WithCopies
 from tests.support.measured import MEASURED_CONFIGS, arguments, measured_runs
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
@@ -48,10 +49,11 @@ def model(
 
 
 def step_of(argv: list[str], world: int, rates: Rates) -> tuple[StepTimeModel, StepTime]:
+    """A step as all that is compared with was measured, with FSDP's copies."""
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
-    predicted = StepTimeModel(memory, rates)
+    memory = WithCopies(run.config, run.dims, run.float8, run.optimizer, world)
+    predicted = TimeWithCopies(memory, rates)
     return predicted, predicted.step(block_costs(memory.run, run.save_list))
 
 

@@ -112,7 +112,9 @@ class AllGather(Exchange):
 
     def at_peers(self, own: Tensor) -> list[Tensor]:
         """Return what `own`, bytes of `memory`, is in each peer's memory."""
-        to, first = self.channel, own.storage_offset()
+        to = self.channel
+        assert to.slots is not None  # noqa: S101
+        first = own.data_ptr() - to.slots.data_ptr()
         return [to.peers[peer][first : first + own.numel()] for peer in self.peers()]
 
     def __call__(self, copies: list[tuple[Tensor, list[Tensor]]]) -> None:
@@ -128,9 +130,7 @@ class ReduceScatter(Exchange):
 
     def __init__(self, group: str) -> None:
         super().__init__(channel(group, FSDP_REDUCE, n_slots=1))
-        self._places: dict[
-            Hashable, list[list[Tensor]]
-        ] = {}  # by sizes: of each peer, this rank's place for each piece
+        self._places: dict[Hashable, list[list[Tensor]]] = {}
 
     def __call__(self, pieces: list[Tensor], out: Tensor) -> None:
         """Sum `pieces` over the ranks, and store this rank's parts of the sums in `out`, one after the other.
@@ -161,6 +161,7 @@ class ReduceScatter(Exchange):
         )  # fmt: skip
 
     def _at_peers(self, sizes: list[int], dtype: torch.dtype) -> list[list[Tensor]]:
+        """Return, of each peer, where this rank's part of each piece arrives. Made once for all sizes that occur."""
         to = self.channel
         key = to.capacity, dtype, *sizes
         if key not in self._places:
