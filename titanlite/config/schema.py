@@ -179,7 +179,7 @@ class Parallelism:
     expert_parallel_degree: PositiveInt = key(1, "Ranks, of those that shard each parameter, that the experts of a layer are shared out over: tokens travel to them. 1: each rank computes with all experts, gathered as all other weights.")
     async_tensor_parallel: bool = key(False, "Overlap the collectives of tensor parallelism with their matmuls, in kernels that do both at once.")
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key("default", "Free gathered parameters after forward. `default`: in the embedding and every block but not in the head, which backward needs first.")
-    fsdp_copy_engines: Literal["default", "always", "never"] = key("default", "Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. `default`: where 2 to 8 GPUs of one host, which is taken to have 8, share each parameter, have compute capability 9.0, and `training.mixed_precision_reduce` is float32.")
+    fsdp_copy_engines: Literal["default", "always", "never"] = key("default", "Gather weights and reduce gradients by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. `default`: where 2 to 8 GPUs of one host, which is taken to have 8, share each parameter, have compute capability 9.0, and `training.mixed_precision_reduce` is float32.")
 
 
 @dataclass(frozen=True)
