@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.support.count_collectives import CountCollectives
 from tests.support.held_for_backward import Compiled
@@ -35,6 +35,9 @@ from titanlite.kernels import products
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import Llama3
+from titanlite.parallel.copy_engines import param_group
+from titanlite.parallel.placed_units import Arena, Range
+from titanlite.parallel.reduction import Reduction
 from titanlite.parallel.tensor import ColumnParallelLinear, LayerPlan, RowParallelLinear, apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
 
@@ -213,10 +216,15 @@ def a_block(
     done = apply_float8(model, recipe, ("output",), CPU, M, shards=2)
     assert len(done.converted) == len(LAYERS)
     if mesh is not None and recipe.fsdp_all_gather == "float8":
-        fully_shard(model.layers[0], mesh=mesh["dp"])
+        unit = fully_shard(model.layers[0], mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+        weights = param_group(unit)
+        assert weights is not None
+        Arena(mesh["dp"].get_group(), Reduction(follows=False)).add(weights, Range())
         precompute_scales(list(model.parameters()), mesh["dp"])
     with CountCollectives() as collectives:
         found = ran(model.layers[0], seen, x, grad, model.cos, model.sin, Sequences(model.seq_len))
+    if isinstance(model.layers[0], FSDPModule):  # sums of two ranks with the same tokens
+        found = found._replace(d_weights={name: total / 2 for name, total in found.d_weights.items()})
     assert collectives.counts["all_reduce"] == len(done.maxima)
     return found, done
 
