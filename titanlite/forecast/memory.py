@@ -259,9 +259,7 @@ class MemoryModel:
         copied = 0 if self.alone else self.copied
         of_block = sent["block"] * max(trained["block"])
         of_block += sent["experts"] * max(trained["experts"]) if self.experts_are_reduced else 0
-        before = (
-            0 if tied else sent["head"] * trained["head"][0]
-        )  # a unit's buffer is freed after the next unit's is made
+        before = 0 if tied else sent["head"] * trained["head"][0]  # is kept until the next unit is reduced
         kept = self._kept
         for done, cost in enumerate(reversed(blocks)):
             traced = self.run.blocks[n - 1 - done]

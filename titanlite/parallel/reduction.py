@@ -53,6 +53,7 @@ class Reduction:
         compute, stream, last = handle.current_stream(), context.reduce_scatter_stream, context.reduce_scatter_stream
         if self._ended is not None:
             compute.wait_event(self._ended)
+        self._sent = []  # before what is sent next takes memory
         ranks, params = arena.group.size(), list(gradients)
         if arena.reduce is not None:
             params, self._sent = in_pieces(gradients, ranks)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -360,6 +361,28 @@ def test_gradients_are_those_of_torchs_fsdp(world, replicas, reduce, tied, tmp_p
                 assert sum(float(gradient.abs().sum()) for gradient in ours.values()) > 0
 
     run_ranks(body, tmp_path, world)
+
+
+def test_what_was_sent_is_freed_before_more_is_sent(tmp_path):
+    """Two buffers of a block's gradients do not exist at once."""
+    empty, ranks = torch.empty, 2
+
+    def body() -> None:
+        made: list[weakref.ref[Tensor]] = []
+
+        def note(*size, **kind) -> Tensor:
+            out = empty(*size, **kind)
+            if len(size) == 2 and size[0] == ranks:
+                assert not any(ref() is not None for ref in made)
+                made.append(weakref.ref(out))
+            return out
+
+        model = sharded("default", False)
+        with patch.object(torch, "empty", note):
+            model(torch.arange(S)).sum().backward()
+        assert len(made) == 4  # head, two blocks, embedding
+
+    run_ranks(body, tmp_path, ranks)
 
 
 @pytest.mark.gpu
