@@ -158,7 +158,7 @@ def _of_device(
         if between := next((name for name in ASIDE if aside[name](launched)), ""):
             spans[between].append(span)
         elif kind == "communication":
-            axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks(launched))
+            axis = _axis_of_group(args, run.axes) or _axis_of_caller(e["name"], hooks(launched))
             spans[f"{COMMUNICATION} {axis.removesuffix(OF_EXPERTS)}"].append(span)
             if _MEETS.search(e["name"]):  # sorted by launch below: all ranks launch in one order
                 collectives[axis].append((launched, span))
@@ -174,21 +174,19 @@ def _of_device(
     return spans, ordered, ends
 
 
-def _axis_of_kernel(name: str, args: Mapping[str, Any], axes: Mapping[str, str]) -> str | None:
-    """Return a communication kernel's mesh axis by its process group or its name; None if neither determines it."""
+def _axis_of_group(args: Mapping[str, Any], axes: Mapping[str, str]) -> str | None:
+    """Return a communication kernel's mesh axis by its process group; None if the trace names none of the mesh."""
     if (group := str(args.get("Process Group Name"))) in axes:
         return axes[group]
     described = str(args.get("Process Group Description", "")).removeprefix("mesh_")
-    if described in axes.values():
-        return described
-    return "dp_shard" if _COPY_ENGINES.search(name) else None
+    return described if described in axes.values() else None
 
 
 def _axis_of_caller(name: str, is_fsdp: bool) -> str:
     """Return a collective's mesh axis by its name and caller. `is_fsdp`: a hook of FSDP called it."""
     if is_fsdp:
         return "dp_replicate" if re.search("all_?reduce", name, re.IGNORECASE) else "dp_shard"
-    return "all ranks"
+    return "ep" if _COPY_ENGINES.search(name) else "all ranks"  # they move weights, and tokens
 
 
 def _of_cpu(

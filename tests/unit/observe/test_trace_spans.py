@@ -74,8 +74,11 @@ def test_kernels_by_category_and_collectives_by_process_group():
         *launched(NCCL, 7, 80, 90, 9, 20, **{"Process Group Description": "mesh_tp", "Process Group Name": "9"}),
         *launched(NCCL, 8, 90, 100, 10, 20, **{"Process Group Name": "0"}),
         *launched(NCCL, 8, 120, 125, 14, 20, **{"Process Group Name": "4"}),
+        event("user_annotation", "FSDP::all_gather (layers.0)", 9, 10),
         *launched("_meet", 9, 100, 110, 11),
         *launched("Memcpy PtoP (Device -> Device)", 9, 110, 120, 12, cat="gpu_memcpy"),
+        *launched("_meet", 11, 140, 145, 16),  # of tokens
+        *launched("Memcpy PtoP (Device -> Device)", 12, 145, 150, 17, cat="gpu_memcpy"),
         event("user_annotation", "gloo:all_reduce", 20, 30, tid=99),  # of objects, on the host
         event("cpu_op", "aten::mm", 1, 2),
         event("user_annotation", VALIDATION, 86, 98),  # a validation, whose kernels are of no step
@@ -90,7 +93,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         OPTIMIZER: [(60, 70), (130, 140)],
         "communication dp_shard": [(40, 60), (100, 120)],
         "communication tp": [(70, 90)],
-        "communication ep": [(120, 125)],
+        "communication ep": [(120, 125), (140, 150)],
         "communication all ranks": [(90, 100)],
         VALIDATION: [(86, 99)],
     }
@@ -99,6 +102,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         "dp_shard, by copy engines": [(100, 110)],  # a copy meets nobody
         "tp": [(70, 80), (80, 90)],
         "ep": [(120, 125)],
+        "ep, by copy engines": [(140, 145)],
         "all ranks": [(90, 100)],
     }
 
