@@ -53,6 +53,12 @@ def test_measured_runs(row: dict[str, Any]) -> None:
     assert peak_of(run, row["world"], of=WithCopies).total / GIB == pytest.approx(row["reserved_gib"], rel=0.015)
 
 
+@pytest.mark.parametrize("row", measured_runs("placed"))
+def test_measured_runs_that_gather_in_place(row: dict[str, Any]) -> None:
+    run = checked_run(arguments(row), world_size=row["world"])
+    assert peak_of(run, row["world"]).total / GIB == pytest.approx(row["reserved_gib"], rel=0.021)
+
+
 @pytest.mark.parametrize("row", measured_runs("memory_full"))
 def test_measured_runs_that_keep_nothing(row: dict[str, Any]) -> None:
     """None needs more than is predicted and a budget leaves free; bf16 runs of the whole model are within 2 %."""

@@ -69,6 +69,17 @@ def test_measured_runs(row: dict[str, Any]) -> None:
     assert predicted.tokens_per_second(step) == pytest.approx(row["tokens_per_second"], rel=bound)
 
 
+@pytest.mark.parametrize("row", measured_runs("placed", "H200"))
+def test_measured_runs_that_gather_in_place(row: dict[str, Any]) -> None:
+    """Experts under FSDP are predicted 4 to 6 % too slow, shared out 5 % too fast. Most tokens go to few of them."""
+    run = checked_run(arguments(row), world_size=row["world"])
+    assert run.save_list is not None
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, row["world"])
+    predicted = StepTimeModel(memory, measured_rates("h200"))
+    speed = predicted.tokens_per_second(predicted.step(block_costs(memory.run, run.save_list)))
+    assert speed == pytest.approx(row["tokens_per_second"], rel=0.06)
+
+
 @pytest.mark.parametrize("row", measured_runs("step_time", "H100"))
 def test_measured_runs_on_h100(row: dict[str, Any]) -> None:
     """Two rates are from the fourth of them; all others are those of H200. With titanlite's AdamW."""
