@@ -14,7 +14,7 @@ def processes_of(receipt: Any) -> int | None:
     """Return the number of processes of a run by its receipt.json, parsed; None if the receipt has no layout."""
     try:
         (layout,) = (entry["applied"] for entry in receipt if entry["feature"] == "parallelism")
-        n = math.prod(layout.values())
+        n = math.prod(degree for axis, degree in layout.items() if axis != "expert_parallel")  # of the same processes
         return n if isinstance(n, int) and n > 0 else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
