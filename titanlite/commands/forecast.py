@@ -24,7 +24,7 @@ from titanlite.text_table import columns
 _DEFAULT = " (the default of --device)"
 _CLASSES = {  # clearer names for classes of work in `StepTime`
     "tokens": "collectives of tokens",
-    "weights": "FSDP copies and casts",
+    "weights": "FSDP casts and sums",
     "fsdp": "FSDP collectives not overlapped",
 }
 
