@@ -179,14 +179,16 @@ class PlacedGroup(FSDPParamGroup):
         is_small = [n < TOGETHER and dtype.itemsize > 1 for n, (*_, dtype) in zip(n_bytes, parts, strict=True)]
         small = sorted((i for i in range(len(parts)) if is_small[i]), key=lambda i: -parts[i][2].itemsize)
         sizes = [n_bytes[i] for i in small]  # in this order each begins at a multiple of its element's bytes
-        padded = [-(-ranks * n // _ALIGNMENT) * _ALIGNMENT for n in (*n_bytes, sum(sizes))]
+        widest = parts[small[0]][2].itemsize if small else 1
+        part = -(-sum(sizes) // widest) * widest  # and so it does in the parts of all ranks
+        padded = [-(-ranks * n // _ALIGNMENT) * _ALIGNMENT for n in (*n_bytes, part)]
         begins = [0, *accumulate(padded)]
         if memory is None:
             return begins[-1]
 
-        def piece(i: int, part: int) -> Piece:
-            whole = memory[begins[i] : begins[i] + ranks * part]
-            own = whole[rank * part : (rank + 1) * part]
+        def piece(i: int, n: int) -> Piece:
+            whole = memory[begins[i] : begins[i] + ranks * n]
+            own = whole[rank * n : (rank + 1) * n]
             return Piece(whole, own, [] if exchange is None else exchange.at_peers(own))
 
         for param in self.fsdp_params:
@@ -195,13 +197,13 @@ class PlacedGroup(FSDPParamGroup):
         self._pieces = [piece(i, n) for i, n in enumerate(n_bytes) if not is_small[i]]
         own = {}
         if small:
-            together = piece(len(parts), sum(sizes))
+            together = piece(len(parts), part)
             self._pieces.append(together)
-            own = dict(zip(small, together.own.split(sizes), strict=True))
+            own = dict(zip(small, together.own[: sum(sizes)].split(sizes), strict=True))
             word = next(word for word in _WORDS if not any(n % word.itemsize for n in sizes))
             words = [n // word.itemsize for n in sizes]
             to = [places[i].view(word).view(ranks, -1) for i in small]
-            self._small = together.whole.view(word).view(ranks, -1), words, to
+            self._small = together.whole.view(word).view(ranks, -1)[:, : sum(words)], words, to
         for i, (param, _, dtype) in enumerate(parts):
             param.wholes.append(places[i].view(dtype))
             param.own.append(own[i].view(dtype) if i in own else param.wholes[-1].chunk(ranks)[rank])

@@ -17,11 +17,12 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Float8, Training
 from titanlite.device import CPU
 from titanlite.float8.convert import apply_float8, precompute_scales
+from titanlite.float8.weight import GatheredWeight
 from titanlite.forecast.activation_cost import held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
-from titanlite.models.layers import Sequences
+from titanlite.models.layers import RMSNorm, Sequences
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, finalize
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
@@ -77,3 +78,26 @@ def test_blocks_keep_activations_alone_and_lists_change_no_gradient(name: str, t
             assert all(gradient.abs().max() > 0 for gradient in again), listed
 
     run_ranks(body, tmp_path, world=1)
+
+
+def test_a_weight_may_have_an_odd_number_of_elements_beside_scales_of_rows(tmp_path) -> None:
+    """Small shards are sent together, scales in four bytes, others in two."""
+    rowwise = replace(recipes.load("float8", "rowwise"), min_compute_capability=0)
+
+    def body() -> None:
+        with torch.device("meta"):
+            model = Llama3(SIZES, S)
+            model.layers[0].odd = RMSNorm(1, 1e-5)
+        apply_float8(model, rowwise, ("output",), CPU, S, shards=2)
+        mesh = build_mesh(Config().parallelism, CPU)
+        apply_fsdp(model, Config(), mesh)
+        model.to_empty(device="cpu")
+        initialise(model, seed=0)
+        finalize(model, Config(), mesh)
+        block = model.layers[0]
+        block.unshard()  # type: ignore[operator]
+        assert block.odd.weight.tolist() == [1]  # type: ignore[union-attr]
+        assert block.attention_norm.weight.tolist() == [1] * D  # type: ignore[union-attr]
+        assert all((weight.scale_inv > 0).all() for weight in block.parameters() if isinstance(weight, GatheredWeight))
+
+    run_ranks(body, tmp_path, 2)
