@@ -260,6 +260,8 @@ class PlacedGroup(FSDPParamGroup):
         """Let compute wait for the gather, and give the modules their weights."""
         if self._is_late and (holder := self.at.holder) is not None:
             self._is_late = False
+            if holder.is_unsharded and holder._training_state == TrainingState.PRE_BACKWARD:
+                holder.post_backward()  # whose inputs need no gradient: autograd would not call it before the end
             assert not holder.is_unsharded, f"{holder} and {self} share memory, and are gathered at once"  # noqa: S101
             if (unused := holder._all_gather_result) is not None:  # gathered ahead, and not called
                 self.at.released, holder._all_gather_result = unused.all_gather_event, None

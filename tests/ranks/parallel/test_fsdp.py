@@ -204,6 +204,33 @@ def test_blocks_in_any_order_have_the_weights_that_are_never_freed(order, togeth
     run_ranks(body, tmp_path, 2)
 
 
+def test_two_blocks_in_one_memory_may_have_inputs_without_gradients(tmp_path, monkeypatch):
+    """Autograd does not tell when backward has left them."""
+    monkeypatch.setattr("tests.ranks.parallel.test_fsdp.SIZES", dataclasses.replace(SIZES, n_layers=3))
+
+    def branch(model: Llama3) -> None:
+        def forward(tokens: Tensor) -> Tensor:
+            x, sequences = model.tok_embeddings(tokens), Sequences(S)
+            first, second = (model.layers[n](x, model.cos, model.sin, sequences) for n in (0, 2))
+            return model.output(model.norm(model.layers[1](first + second, model.cos, model.sin, sequences)))
+
+        model.tok_embeddings.requires_grad_(False)
+        model.forward = forward  # type: ignore[method-assign, assignment]
+
+    def body() -> None:
+        found = []
+        for by_torch in (True, False):
+            model = sharded("default", tied=False, change=branch, by_torch=by_torch)
+            for n in range(2):
+                model(torch.arange(S) + dist.get_rank() + n).square().sum().backward()
+            found.append({name: local_data(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        theirs, ours = found
+        assert theirs.keys() == ours.keys() == dict(model.named_parameters()).keys() - {"tok_embeddings.weight"}
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+    run_ranks(body, tmp_path, 2)
+
+
 TIED, TENSORWISE = "--model.name gemma3 --model.flavor debug", "--float8.recipe tensorwise"
 
 
