@@ -1,9 +1,9 @@
 """Attribute the memory of a rank to categories, at the moment of a trace at which most was allocated.
 
 The trace records the time of each allocation and each free, and the operators that called them. Memory allocated before
-the traced steps holds parameters, optimizer state and buffers. Memory allocated in a step and freed after its optimizer
-has begun holds gradients. All other memory is attributed by the operator that allocated it: to FSDP, to a cast to
-float8, or else to the activations of the model.
+the traced steps holds parameters, optimizer state, gathered weights and buffers. Memory allocated in a step and freed
+after its optimizer has begun holds gradients. All other memory is attributed by the operator that allocated it: to
+FSDP, to a cast to float8, or else to the activations of the model.
 """
 
 import math

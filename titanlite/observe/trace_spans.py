@@ -61,7 +61,7 @@ class ProfiledRun:
         device: "cuda" or "cpu".
         axes: by name of a process group, its mesh axis, followed by `OF_EXPERTS` if it shards experts' weights.
         groups: by mesh axis, the ranks of this rank's group.
-        held: bytes of parameters and of optimizer state, by category.
+        held: bytes of parameters, of optimizer state and of memory for gathered weights, by category.
         forecast: predicted bytes at the peak, by category.
     """
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -171,9 +171,16 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
 
 def units_of(block: nn.Module) -> list[FSDPModule]:
-    """Return one module of each FSDP unit in a block: the block, and experts that are a separate unit."""
+    """Return one module of each FSDP unit in a block, or model: the block, and experts that are a separate unit."""
     found = {m._get_fsdp_state(): m for m in block.modules() if isinstance(m, FSDPModule)}
     return list(found.values())
+
+
+def memory_of_gathered(model: nn.Module) -> list[Tensor]:
+    """Return the memory in which a model's weights are gathered and that is never freed, except symmetric memory."""
+    groups = [group for unit in units_of(model) if (group := param_group(unit)) is not None]
+    arenas = {group.arena for group in groups if group.arena.exchange is None}
+    return [arena.memory for arena in arenas if arena.memory is not None]
 
 
 def dtype_of_reduction(block: nn.Module) -> str:

@@ -111,6 +111,7 @@ class Arena:
         self.group, self.reduction, self.by_copy_engines = group, reduction, by_copy_engines
         self.exchange, self.reduce = exchanges
         self.ranges: list[Range] = []
+        self.memory: Tensor | None = None  # of several ranks
 
     def add(self, group: FSDPParamGroup, at: Range) -> None:
         """Let a unit be gathered in a range."""
@@ -134,12 +135,12 @@ class Arena:
         sizes = [max(unit.lay_out(None) for unit in at.units) for at in self.ranges]
         begins = [0, *accumulate(sizes)]
         if self.exchange is None:
-            memory = torch.empty(begins[-1], dtype=torch.uint8, device=units[0].device)
+            self.memory = torch.empty(begins[-1], dtype=torch.uint8, device=units[0].device)
         else:
-            memory = self.exchange.memory(begins[-1])
+            self.memory = self.exchange.memory(begins[-1])
         for at, begin, size in zip(self.ranges, begins, sizes, strict=False):
             for unit in at.units:
-                unit.lay_out(memory[begin : begin + size])
+                unit.lay_out(self.memory[begin : begin + size])
 
     def gather(self, pieces: "list[Piece]") -> None:
         """Fill all ranks' parts of the pieces."""

@@ -26,6 +26,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import token_flops_of, windows_of
+from titanlite.observe.peak_memory import GATHERED
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
 from titanlite.observe.samples_file import SamplesFile
@@ -36,6 +37,7 @@ from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
 from titanlite.observe.trace_spans import ProfiledRun
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
+from titanlite.parallel.fsdp import memory_of_gathered
 from titanlite.parallel.process_group import leave_limits_to_watchdog, ranks_of_a_host, start_process_group
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.preflight.launcher import Launcher
@@ -278,7 +280,11 @@ def _profiler(session: Session, run: Run, start: int) -> Profiler:
         axes |= {f"{name}{OF_EXPERTS}": experts[name].get_group() for name in ("dp_replicate", "dp_shard")}
     shards = [local_data(parameter) for parameter in run.parameters]
     averages = [] if run.average is None else [*run.average.shards.values()]
-    held = {"parameters": shards, "optimizer": [*run.optimizer.state_tensors(), *averages]}
+    held = {
+        "parameters": shards,
+        "optimizer": [*run.optimizer.state_tensors(), *averages],
+        GATHERED: memory_of_gathered(run.model),
+    }
     traced = ProfiledRun(
         rank=session.rank,
         world=dist.get_world_size(),

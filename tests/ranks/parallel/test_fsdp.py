@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +29,7 @@ from titanlite.float8.weight import local_data
 from titanlite.models.find import build_model
 from titanlite.models.layers import Embedding, Sequences
 from titanlite.models.llama3 import Llama3
+from titanlite.observe.peak_memory import GATHERED
 from titanlite.parallel import fsdp, placed_units
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
@@ -35,6 +37,7 @@ from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.reduction import Reduction
 from titanlite.recipes import load
+from titanlite.training.train import _profiler
 
 SIZES = ModelDims("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 S = 8
@@ -227,6 +230,19 @@ def test_two_blocks_in_one_memory_may_have_inputs_without_gradients(tmp_path, mo
         theirs, ours = found
         assert theirs.keys() == ours.keys() == dict(model.named_parameters()).keys() - {"tok_embeddings.weight"}
         assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+    run_ranks(body, tmp_path, 2)
+
+
+def test_a_profile_counts_the_memory_of_gathered_weights(tmp_path):
+    """It is there before the traced steps; buffers would be what is left of memory."""
+    asked = checked(tmp_path, 2, [])
+
+    def body() -> None:
+        run, folder = assemble(asked), SimpleNamespace(profile=tmp_path)
+        session = SimpleNamespace(asked=asked, folder=folder, rank=dist.get_rank(), console=None)
+        profiled = _profiler(session, run, 0)._run  # type: ignore[arg-type]
+        assert profiled.held[GATHERED] >= profiled.forecast["gathered weights"] > 0
 
     run_ranks(body, tmp_path, 2)
 
