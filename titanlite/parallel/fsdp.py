@@ -93,7 +93,7 @@ def apply_fsdp(
         mesh: of the run.
         follow: whether gradients are allocated in memory that activations free, see `MemoryModel.gradients_follow`.
             Needs a single micro-step, and reductions in the dtype of the master weights.
-        by_copy_engines: whether copy engines gather and reduce blocks, see `no_copy_engines`.
+        by_copy_engines: whether copy engines gather and reduce all units but those of experts, see `no_copy_engines`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
