@@ -296,10 +296,11 @@ class PlacedGroup(FSDPParamGroup):
         """Free the weights, and reduce the gradients that autograd has made."""
         self._training_state = TrainingState.POST_BACKWARD
         with record_function(self._with_fqn("FSDP::post_backward")):
-            gradients = {}
+            gradients: dict[FSDPParam, Any] = {}
             for param in self.fsdp_params:
-                if hasattr(param, "_unsharded_param") and (gradient := param.unsharded_param.grad) is not None:
-                    gradients[param], param.unsharded_param.grad = gradient, None
+                if hasattr(param, "_unsharded_param") and param.unsharded_param.grad is not None:
+                    gradients[param] = param.unsharded_param.grad  # and in no variable: the reduction frees it
+                    param.unsharded_param.grad = None
             self.reshard()
             if gradients:
                 self.arena.reduction(self, gradients)

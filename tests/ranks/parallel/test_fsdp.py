@@ -30,7 +30,7 @@ from titanlite.models.find import build_model
 from titanlite.models.layers import Embedding, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_memory import GATHERED
-from titanlite.parallel import fsdp, placed_units
+from titanlite.parallel import fsdp, placed_units, reduction
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
 from titanlite.parallel.initialise import initialise
@@ -426,6 +426,29 @@ def test_what_was_sent_is_freed_before_more_is_sent(tmp_path):
         assert len(made) == 4  # head, two blocks, embedding
 
     run_ranks(body, tmp_path, ranks)
+
+
+def test_what_autograd_made_is_freed_before_the_sum_takes_memory(tmp_path):
+    """Once it is in the order of ranks."""
+    put_in_order, allocate = reduction.chunk_cat, Reduction._allocate
+
+    def body() -> None:
+        made: list[weakref.ref[Tensor]] = []
+
+        def note(tensors: list[Tensor], *args) -> None:
+            made.extend(map(weakref.ref, tensors))
+            put_in_order(tensors, *args)
+
+        def check(self: Reduction, *args) -> Tensor:
+            assert not any(ref() is not None for ref in made)
+            return allocate(self, *args)
+
+        model = sharded("default", False)
+        with patch.object(reduction, "chunk_cat", note), patch.object(Reduction, "_allocate", check):
+            model(torch.arange(S)).sum().backward()
+        assert len(made) == len(list(model.parameters()))
+
+    run_ranks(body, tmp_path, 2)
 
 
 @pytest.mark.gpu
