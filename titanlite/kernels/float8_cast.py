@@ -77,15 +77,9 @@ def cast_rows(x: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> tup
     return qdata.contiguous(), scale_inv
 
 
-@operator("cast_by", "float8_cast.launch_cast_by")
-def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast `x · scale`, [M, K], to float8, where `scale`, [] float32, is known. For `x` see `cast_rows`."""
-    return cast_to(x, scale, dtype).contiguous()
-
-
 @operator("cast_into", "float8_cast.launch_cast_into", "(Tensor x, Tensor? scale, Tensor(a!) out) -> Tensor")
 def cast_into(x: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
-    """Cast to float8 as `cast_by` with a scale, or as `cast_rows` with None, into `out` with as many elements as `x`.
+    """Cast to float8 into `out` with as many elements as `x`: `x · scale`, [] float32, or as `cast_rows` with None.
 
     Returns:
         Inverse scales of rows, [M, 1] float32, or [0, 1] if the scale is known.
@@ -93,7 +87,7 @@ def cast_into(x: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
     if scale is None:
         qdata, scale_inv = cast_rows.definition(x, out.dtype)
     else:
-        qdata, scale_inv = cast_by.definition(x, scale, out.dtype), x.new_empty((0, 1), dtype=torch.float32)
+        qdata, scale_inv = cast_to(x, scale, out.dtype), x.new_empty((0, 1), dtype=torch.float32)
     out.view_as(x).copy_(qdata)
     return scale_inv
 

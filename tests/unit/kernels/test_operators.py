@@ -95,7 +95,6 @@ def on_cpus() -> dict[str, list[tuple]]:
         "cast_transpose": [(x, torch.ones(64, 1), True, E4M3, True)],
         "transpose": [(x.to(E4M3),)],
         "cast_rows": [(x, E4M3)],
-        "cast_by": [(x, torch.ones(()), E4M3)],
         "cast_into": [(x, scale, torch.zeros(x.shape).to(E4M3)) for scale in (None, torch.ones(()))],
         "cast_blocks": [(blocks, *rows, E4M3, True) for rows in ((1, 1), (128, 0), (0, 128))],
         "block_scaled_matmul": [(blocks.to(E4M3), scales, blocks.to(E4M3), torch.ones(256, 1), BF16)],

@@ -159,12 +159,6 @@ def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.c
         tl.store(out + start + k, to_bytes(value, out.dtype.element_ty), mask=start + k < K)
 
 
-def launch_cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    launch_cast_into(x, scale, out)
-    return out
-
-
 def launch_cast_rows(x: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return out, launch_cast_into(x, None, out)
