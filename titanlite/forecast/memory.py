@@ -315,10 +315,10 @@ class MemoryModel:
         n, block, head = len(self.run.blocks), self.gathered_block, self.gathered_head
         if self.blocks_stay:
             return n * block + embedding + head
-        if not (self.ends_freed and embedding):
-            return max(block, embedding) + block + head
-        # The head takes turns, too: after an odd number of blocks in the memory of the embedding.
-        return max(block, embedding, head) + block if n % 2 else max(block, embedding) + max(block, head)
+        in_turn, apart = [embedding, *[block] * n], head
+        if self.ends_freed and embedding:
+            in_turn, apart = [*in_turn, head], 0
+        return max(in_turn[::2]) + max(in_turn[1::2]) + apart
 
     def _reducing(self) -> int:
         """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients.

@@ -32,7 +32,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_memory import GATHERED
 from titanlite.parallel import fsdp, placed_units, reduction
 from titanlite.parallel.expert import apply_expert_parallel
-from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
+from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units, memory_of_gathered
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.reduction import Reduction
@@ -243,6 +243,23 @@ def test_a_profile_counts_the_memory_of_gathered_weights(tmp_path):
         session = SimpleNamespace(asked=asked, folder=folder, rank=dist.get_rank(), console=None)
         profiled = _profiler(session, run, 0)._run  # type: ignore[arg-type]
         assert profiled.held[GATHERED] >= profiled.forecast["gathered weights"] > 0
+
+    run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+@pytest.mark.parametrize("n_layers", [1, 2, 3])
+def test_memory_of_gathered_weights_is_predicted(n_layers: int, reshard: str, tmp_path) -> None:
+    """But for the alignment of each weight, and small ones, which are there twice."""
+    asked = checked(
+        tmp_path, 2, ["--model.n_layers", f"{n_layers}", "--parallelism.fsdp_reshard_after_forward", reshard]
+    )
+
+    def body() -> None:
+        run = assemble(asked)
+        assert run.predicted is not None
+        found = sum(memory.nbytes for memory in memory_of_gathered(run.model))
+        assert 1 <= found / run.predicted.gathered_weights < 1.02
 
     run_ranks(body, tmp_path, 2)
 
