@@ -47,7 +47,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         names = [f"{name}-{operator}-{r}" for r in range(group.size())]
         channel = SimpleNamespace(rank=group.rank(), ranks=group.size(), n_slots=n_slots, capacity=0, group=group)
-        channel.device = torch.device("cpu")
+        channel.device, channel.blocks = torch.device("cpu"), {}
         channel.number = channel.operator = operator
         channel.flags = channel.peer_flags = channel.epoch = channel.deadline = channel.failure = channel
 
@@ -61,6 +61,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
             paths = [str(folder / f"{name}-{n_bytes}") for name in names]
             channel.peers = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
             channel.slots = channel.peers[channel.rank]
+            channel.blocks.clear()
 
         channel.make_room, channel.order = make_room, lambda: None
         return channel

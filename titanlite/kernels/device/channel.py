@@ -75,7 +75,7 @@ class Channel:
     peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
     capacity: int = 0  # bytes of a slot
-    blocks: dict[object, list] = field(default_factory=dict)  # views of the peers' slots for TMA, by shape
+    blocks: dict[object, list] = field(default_factory=dict)  # views of the peers' slots, by shape
     _rendezvous: Rendezvous = field(init=False)
     _kept: list[tuple[object, ...]] = field(default_factory=list)  # outgrown slots that captured graphs may still use
 

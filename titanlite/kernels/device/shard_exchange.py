@@ -18,7 +18,7 @@ A rank reaches a barrier when the stream of the call does. Therefore
     peers' data has arrived        after the second barrier, which peers reach after their copies
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -130,7 +130,6 @@ class ReduceScatter(Exchange):
 
     def __init__(self, group: str) -> None:
         super().__init__(channel(group, FSDP_REDUCE, n_slots=1))
-        self._places: dict[Hashable, list[list[Tensor]]] = {}
 
     def __call__(self, pieces: list[Tensor], out: Tensor) -> None:
         """Sum `pieces` over the ranks, and store this rank's parts of the sums in `out`, one after the other.
@@ -162,10 +161,9 @@ class ReduceScatter(Exchange):
 
     def _at_peers(self, sizes: list[int], dtype: torch.dtype) -> list[list[Tensor]]:
         """Return, of each peer, where this rank's part of each piece arrives. Made once for all sizes that occur."""
-        to = self.channel
-        key = to.capacity, dtype, *sizes
-        if key not in self._places:
+        to, key = self.channel, (dtype, *sizes)
+        if key not in to.blocks:  # which forgets them when the memory grows
             first, n_bytes = to.rank * sum(sizes) * dtype.itemsize, sum(sizes) * dtype.itemsize
             rows = [to.peers[peer][first : first + n_bytes].view(dtype) for peer in self.peers()]
-            self._places[key] = [list(row.split(sizes)) for row in rows]
-        return self._places[key]
+            to.blocks[key] = [list(row.split(sizes)) for row in rows]
+        return to.blocks[key]
