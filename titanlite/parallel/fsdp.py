@@ -178,9 +178,8 @@ def units_of(block: nn.Module) -> list[FSDPModule]:
 
 def memory_of_gathered(model: nn.Module) -> list[Tensor]:
     """Return the memory in which a model's weights are gathered and that is never freed, except symmetric memory."""
-    groups = [group for unit in units_of(model) if (group := param_group(unit)) is not None]
-    arenas = {group.arena for group in groups if group.arena.exchange is None}
-    return [arena.memory for arena in arenas if arena.memory is not None]
+    arenas = {group.arena for group in filter(None, map(param_group, units_of(model)))}
+    return [arena.memory for arena in arenas if arena.memory is not None and arena.exchange is None]
 
 
 def dtype_of_reduction(block: nn.Module) -> str:

@@ -132,11 +132,8 @@ class Recorder(TorchDispatchMode):
             group = process_group_of(given["group_name"])
         else:
             group = dist.ProcessGroup.unbox(given["process_group"])
-        # A call for several tensors takes them as a list.
-        size, whole = (
-            group.size(),
-            max(sum(x.nbytes for x in tree_leaves(each) if isinstance(x, Tensor)) for each in (*args, out)),
-        )
+        size, given_and_made = group.size(), (*args, out)  # tensors, or lists of several that one call takes
+        whole = max(sum(x.nbytes for x in tree_leaves(each) if isinstance(x, Tensor)) for each in given_and_made)
         n_bytes = sent_bytes(kind, whole, size) if self._inside else whole
         if kind == "all_to_all":
             to = given["input_split_sizes"] or [1] * size
