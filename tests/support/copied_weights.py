@@ -9,7 +9,7 @@ from titanlite.forecast.step_time import StepTimeModel, units
 
 class WithCopies(MemoryModel):
     """Gathered weights were freed; so were the buffers, a unit's and its shard's beside those of the unit before. NCCL
-    gathered and reduced the ends."""
+    gathered and reduced the ends. Replicas without shards divided gradients by 1, into new memory."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -25,6 +25,10 @@ class WithCopies(MemoryModel):
         buffers = max(before + unit + unit // self.shards for before, unit in order)
         buffers += 2 * of_experts + of_experts // self.expert_shards
         return self.gathered_block + experts, embedding, head, buffers if self.shards > 1 else 0
+
+    def _reducing(self) -> int:
+        divided = self.reduced * max(max(self.trained[part]) for part in ("embedding", "head", "block"))
+        return super()._reducing() + (divided if self.shards == 1 < self.replicas else 0)
 
 
 class TimeWithCopies(StepTimeModel):

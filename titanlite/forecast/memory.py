@@ -39,6 +39,7 @@ from titanlite.forecast.traced_run import traced_run
 from titanlite.forecast.update_work import UpdateWork
 from titanlite.kernels.cross_entropy import ROWS
 from titanlite.parallel.fsdp import frees_after_forward
+from titanlite.parallel.reduction import SUMS_OF_REPLICAS
 
 HOLES = 0.2
 """Holes that stay unused when gradients are allocated in the memory of freed activations, as a share of the gradients.
@@ -134,6 +135,7 @@ class MemoryModel:
             config determines.
         gathered_block: bytes of a block as FSDP gathers it; `gathered_experts` and `gathered_head` likewise.
         alone: whether this is the only data-parallel rank, so that gradients are not reduced.
+        sums_are_gradients: whether a sum is neither cast nor added to a gradient.
         gradients_follow: whether gradients are allocated in the memory of activations that backward frees. False if
             they exist before, from an earlier micro-step, or if the reducing stream widens them.
         blocks_stay: whether gathered blocks, and an embedding with a unit of its own, are held until backward.
@@ -166,7 +168,8 @@ class MemoryModel:
         self.micro_steps = sequences_per_step(config, world) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.alone = data_ranks == 1
-        self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)
+        self.sums_are_gradients = self.micro_steps == 1 and self.reduced == 4
+        self.gradients_follow = self.sums_are_gradients or (self.alone and self.micro_steps == 1)
         frees_blocks, self.ends_freed = frees_after_forward(config, self.shards)
         self.blocks_stay = not frees_blocks
         self.copy_engines = uses_copy_engines(config, self.shards)
@@ -255,8 +258,9 @@ class MemoryModel:
         left = held
         # A tied head stays gathered until the end, and so does its gradient.
         of_ends, gradient_of_ends = (head, e * trained["head"][0]) if tied else (0, 0)
-        sent = {part: 0 if self.alone else n_bytes for part, n_bytes in self.sent.items()}
-        copied = 0 if self.alone else self.copied
+        in_place = self.alone or (self.shards == 1 and self.sums_are_gradients)  # what is sent is the gradient
+        sent = {part: 0 if in_place else n_bytes for part, n_bytes in self.sent.items()}
+        copied = 0 if in_place else self.copied
         of_block = sent["block"] * max(trained["block"])
         of_block += sent["experts"] * max(trained["experts"]) if self.experts_are_reduced else 0
         before = 0 if tied else sent["head"] * trained["head"][0]  # is kept until the next unit is reduced
@@ -323,17 +327,17 @@ class MemoryModel:
     def _reducing(self) -> int:
         """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients.
 
-        Replicas without shards hold another copy: FSDP divides their unreduced gradients by 1, into new memory.
+        Replicas without shards add up what is sent, which is counted as such.
         """
-        if self.alone:
+        if self.alone or self.sums_are_gradients:
             return 0
         of_experts = max(self.trained["experts"]) // self.expert_shards if self.experts_are_reduced else 0
         largest = max(
             max(max(self.trained[part]) for part in ("embedding", "head", "block")) // self.shards, of_experts
         )
-        widened = largest * self.reduced if self.reduced != 4 else 0
-        divided = largest * self.reduced if self.shards == 1 else 0
-        return widened + divided + (4 * largest if self.micro_steps > 1 else 0)
+        sums = (SUMS_OF_REPLICAS if self.replicas > 1 else 1) - (self.shards == 1)
+        widened = 4 if self.reduced != 4 and self.micro_steps > 1 else 0
+        return (sums * self.reduced + widened) * largest
 
     @property
     def logits(self) -> int:

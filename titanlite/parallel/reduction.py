@@ -5,7 +5,7 @@ the order of ranks, by the same kernel. Copy engines send gradients from where a
 float32; only small ones, or those whose rows the ranks cannot share evenly, are put in order before.
 
 A gradient that is sent is kept until the compute stream has waited for the sum, which it does when the next unit is
-reduced, as FSDP2 does: one reduction is in flight.
+reduced, as FSDP2 does: one reduction is in flight. Of sums that replicas add up, two are.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,9 @@ from titanlite.kernels.chunk_cat import chunk_cat
 
 TOGETHER = 2**17
 """Bytes of a rank's part of a gradient. Copy engines send smaller ones together."""
+
+SUMS_OF_REPLICAS = 2
+"""Sums of units that replicas add up at a time; the compute stream waits for the first before it reduces another."""
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # see `_all_gather`
 
@@ -41,7 +44,8 @@ class Reduction:
         self._follows = follows
         self._sent: list[Tensor] = []  # by the reduction in flight
         self._ended: Any = None  # event after the sum in flight
-        self._summed: list[Tensor] = []  # that replicas add up on another stream than that of their memory
+        # Sums that replicas add up on another stream than that of their memory, and events after it.
+        self._summed: list[tuple[Tensor, Any]] = []
         self._streams: list[Any] = []  # that have reduced
 
     def __call__(self, unit: Any, gradients: dict[FSDPParam, Tensor]) -> None:
@@ -53,6 +57,8 @@ class Reduction:
         compute, stream, last = handle.current_stream(), context.reduce_scatter_stream, context.reduce_scatter_stream
         if self._ended is not None:
             compute.wait_event(self._ended)
+        if len(self._summed) == SUMS_OF_REPLICAS:
+            compute.wait_event(self._summed.pop(0)[1])
         self._sent = []  # before what is sent next takes memory
         ranks, params = arena.group.size(), list(gradients)
         if arena.reduce is not None:
@@ -80,11 +86,12 @@ class Reduction:
             if unit._is_hsdp:
                 last = context.all_reduce_stream
                 last.wait_stream(stream)
-                self._summed.append(total)
             with handle.stream(last):
                 if unit._is_hsdp:
                     dist.all_reduce(total, group=unit._all_reduce_process_group)
                 _add_to_masters(params, total.to(params[0].sharded_param.dtype).split(sizes))
+                if unit._is_hsdp:
+                    self._summed.append((total, last.record_event()))
         self._streams += [each for each in (stream, last) if each not in self._streams]
 
     def finish(self, compute: Any) -> None:

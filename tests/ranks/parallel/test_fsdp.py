@@ -35,7 +35,7 @@ from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units, memory_of_gathered
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.reduction import Reduction
+from titanlite.parallel.reduction import SUMS_OF_REPLICAS, Reduction
 from titanlite.recipes import load
 from titanlite.training.train import _profiler
 
@@ -466,6 +466,30 @@ def test_what_autograd_made_is_freed_before_the_sum_takes_memory(tmp_path):
         assert len(made) == len(list(model.parameters()))
 
     run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize("world", [2, *slow(4)])
+def test_sums_that_replicas_add_up_are_freed_in_backward(world, tmp_path):
+    """Of a second micro-step, whose sums are added to gradients: no more exist at once than the forecast counts."""
+
+    def body() -> None:
+        model = sharded("default", False, replicas=2)
+        sums: list[weakref.ref[Tensor]] = []
+        most, add = 0, reduction._add_to_masters
+
+        def look(params, parts) -> None:
+            nonlocal most
+            sums.append(weakref.ref(parts[0]._base))
+            most = max(most, sum(ref() is not None for ref in sums))
+            add(params, parts)
+
+        model(torch.arange(S)).sum().backward()
+        with patch.object(reduction, "_add_to_masters", look):
+            model(torch.arange(S)).sum().backward()
+        assert len(sums) == 4  # head, two blocks, embedding
+        assert most == SUMS_OF_REPLICAS
+
+    run_ranks(body, tmp_path, world)
 
 
 @pytest.mark.gpu
