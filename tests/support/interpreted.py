@@ -1,6 +1,6 @@
 """Values of device code by Triton's interpreter, against the definitions and by their tests: no GPU is needed.
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted {copies,products,routing,rows}
+    TRITON_INTERPRET=1 python -m tests.support.interpreted {copies,losses,products,routing,rows}
 
 Triton looks at the variable when it is imported. The interpreter cuts what it rounds to bfloat16, and multiplies the
 bits of that as integers: float16 stands in its place.
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.ranks.kernels import test_cross_entropy
 from tests.unit.kernels import test_expert_rows, test_routing, test_rows, test_scaled_copy
+from titanlite.kernels.device import cross_entropy as of_losses
 from titanlite.kernels.device import expert_rows as of_experts
 from titanlite.kernels.device import routing as of_routing
 from titanlite.kernels.device import rows as of_rows
@@ -54,6 +56,22 @@ def copies() -> None:
     tests.test_in_place("cpu")
     tests.test_norms_of_zero_and_of_what_is_no_number("cpu")
     assert launched == {"kernels": 8 * len(tests.SHAPES) * len(tests.TRANSPOSED) + 3}
+
+
+def losses() -> None:
+    of_losses.launch, of_losses.LANES, of_losses.AT_ONCE, of_losses.BLOCK = interpret, 8, 2, 16
+    on_cpus(of_losses, "cross_entropy_statistics", "cross_entropy_gradient")
+    tests = test_cross_entropy
+    for columns in (1, 7, 40):
+        tests.test_columns_of_a_part(columns, "cpu")
+    for keys, dtype in product(tests.KEYS, (torch.float32, torch.float16)):
+        tests.test_matches_float64(keys, dtype, "cpu")
+    for tokens in (tests.M, 0):
+        tests.test_nothing_to_predict(tokens)
+    tests.test_large_logits_do_not_overflow()
+    for bad in (torch.nan, torch.inf):
+        tests.test_nonfinite_logits_are_not_hidden(bad)
+    assert launched == {"kernels": 28}
 
 
 def rows() -> None:
@@ -139,4 +157,4 @@ def routes() -> None:
 
 
 if __name__ == "__main__":
-    {"copies": copies, "products": products, "routing": routes, "rows": rows}[sys.argv[1]]()
+    {"copies": copies, "losses": losses, "products": products, "routing": routes, "rows": rows}[sys.argv[1]]()

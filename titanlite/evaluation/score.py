@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from titanlite.errors import DataError
 from titanlite.evaluation.requests import EncodedTask, Request, RowBatch, pack
 from titanlite.evaluation.tasks import KEY
-from titanlite.kernels.cross_entropy import IGNORE_INDEX, by_rows, local_statistics, over_ranks
+from titanlite.kernels.cross_entropy import IGNORE_INDEX, local_statistics, over_ranks
 from titanlite.models.layers import Sequences
 from titanlite.parallel.mesh import Mesh
-
-STATISTICS = by_rows(local_statistics)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Evaluator:
         tokens, targets = tokens.to(mesh.device), targets.to(mesh.device)
         logits = model(tokens, sequences=Sequences(batch.row_len))
         first = mesh.tp_group.rank * logits.shape[1] if mesh.tp_group else 0
-        lse, picked = STATISTICS(logits, targets, first, softcap=self.softcap)
+        lse, picked = local_statistics(logits, targets, first, self.softcap)
         lse, picked = over_ranks(lse, picked, mesh.tp_group)
         each = torch.where(targets == IGNORE_INDEX, 0.0, (picked - lse).double())
         sums = each.unflatten(0, (-1, batch.row_len)).sum(1)

@@ -37,7 +37,6 @@ from titanlite.forecast.activation_cost import BlockCost, block_costs, held_with
 from titanlite.forecast.network import GPUS_OF_A_HOST, Ranks, placed
 from titanlite.forecast.traced_run import traced_run
 from titanlite.forecast.update_work import UpdateWork
-from titanlite.kernels.cross_entropy import ROWS
 from titanlite.parallel.fsdp import frees_after_forward
 from titanlite.parallel.reduction import SUMS_OF_REPLICAS
 
@@ -353,9 +352,7 @@ class MemoryModel:
         forward, backward = self.run.head.peaks
         if forward > backward:
             return 0, forward
-        rows = min(self.run.tokens, ROWS)
-        in_loss = 0 if self.run.compiled else 12 * rows * self.logits // self.run.itemsize // self.run.tokens
-        return self.logits, max(backward - self.logits, self.run.head.saved + in_loss)
+        return self.logits, max(backward - self.logits, self.run.head.saved)
 
     def _in_block(self, n: int) -> int:
         """Return the most bytes that backward of block `n` makes and holds at once, the incoming gradient included."""

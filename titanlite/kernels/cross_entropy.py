@@ -8,15 +8,15 @@ copy would be 4 GiB at the peak of memory, for Llama-3 8B with 16,384 tokens.
 A model may cap its logits softly, `cap · tanh(logits / cap)`: both passes compute this in float32, and store no capped
 logits. The z-loss, `z_loss · Σ lse²`, keeps the softmax's divisor near 1, and needs no further number per token.
 
-`local_statistics` and `overwrite_with_gradient` are the two passes over memory, plain functions of tensors, so that
-`torch.compile` makes one kernel of each. Without the compiler each of their operations stores a float32 tensor, so they
-take ROWS tokens at a time.
+`local_statistics` and `overwrite_with_gradient` are the two passes over memory. On a GPU each is a kernel that reads
+the logits once (`titanlite/kernels/device/cross_entropy.py`). Elsewhere each of their operations stores a float32
+tensor, so they take ROWS tokens at a time.
 
 Source: Chowdhery et al. 2022, "PaLM", section 5, for the z-loss; Gemma Team 2024, "Gemma 2", section 2, for the cap.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +25,25 @@ from torch import Tensor
 from titanlite.device import has_memory
 from titanlite.kernels.collectives import Group, all_gather
 from titanlite.kernels.ignore_index import IGNORE_INDEX
+from titanlite.kernels.operators import operator
 
 ROWS = 256
 """Tokens at a time in an eager pass over the logits. For Llama-3 8B they take 0.4 GiB in float32, all logits 4 GiB."""
+
+
+def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
+    """Make `function`, a pass over the logits, take ROWS tokens at a time (all at once if the logits are fake)."""
+
+    @functools.wraps(function)
+    def in_parts(logits: Tensor, *others: Any) -> Any:
+        parts = []
+        rows = ROWS if has_memory(logits) else len(logits) or 1
+        for m in range(0, len(logits) or 1, rows):
+            of_rows = (t[m : m + rows] if isinstance(t, Tensor) and t.ndim else t for t in others)
+            parts.append(function(logits[m : m + rows], *of_rows))
+        return None if parts[0] is None else tuple(torch.cat(results) for results in zip(*parts, strict=True))
+
+    return in_parts
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
@@ -35,7 +51,13 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * (logits.float() / softcap).tanh() if softcap else logits.float()
 
 
-def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+@operator(
+    "cross_entropy_statistics",
+    "cross_entropy.launch_cross_entropy_statistics",
+    "(Tensor logits, Tensor targets, int first, float softcap) -> (Tensor, Tensor)",
+)
+@by_rows
+def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float) -> tuple[Tensor, Tensor]:
     """Reduce one rank's columns of the logits to two numbers per token.
 
     Args:
@@ -61,14 +83,14 @@ def over_ranks(lse: Tensor, picked: Tensor, group: Group | None) -> tuple[Tensor
     return both[:, 0].logsumexp(0), both[:, 1].sum(0)
 
 
+@operator(
+    "cross_entropy_gradient",
+    "cross_entropy.launch_cross_entropy_gradient",
+    "(Tensor(a!) logits, Tensor targets, int first, Tensor lse, Tensor scale, float softcap, float z_loss) -> ()",
+)
+@by_rows
 def overwrite_with_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    first: int,
-    lse: Tensor,
-    scale: Tensor,
-    softcap: float = 0.0,
-    z_loss: float = 0.0,
+    logits: Tensor, targets: Tensor, first: int, lse: Tensor, scale: Tensor, softcap: float, z_loss: float
 ) -> None:
     """Replace one rank's logits by the gradient of `scale · Σ (loss + z_loss · lse²)` with respect to these logits.
 
@@ -88,38 +110,17 @@ def overwrite_with_gradient(
     logits.copy_(gradient * torch.where(targets == IGNORE_INDEX, 0.0, scale)[:, None])
 
 
-def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
-    """Make `function`, a pass over the logits, take ROWS tokens at a time (all at once if the logits are fake)."""
-
-    def in_parts(logits: Tensor, *others: Any, **numbers: float) -> Any:
-        parts = []
-        rows = ROWS if has_memory(logits) else len(logits) or 1
-        for m in range(0, len(logits) or 1, rows):
-            of_rows = (t[m : m + rows] if isinstance(t, Tensor) and t.ndim else t for t in others)
-            parts.append(function(logits[m : m + rows], *of_rows, **numbers))
-        return None if parts[0] is None else tuple(torch.cat(results) for results in zip(*parts, strict=True))
-
-    return in_parts
-
-
 class CrossEntropy:
     """Computes the sum of the cross-entropy over all targets.
 
     Args:
         group: the ranks that the vocabulary is split over, or None.
-        compile: whether to compile the two passes over the logits.
         softcap: cap of the logits; 0: none.
         z_loss: coefficient of the z-loss.
     """
 
-    def __init__(
-        self, group: Group | None = None, compile: bool = False, *, softcap: float = 0.0, z_loss: float = 0.0
-    ) -> None:
-        self.group, self.z_loss = group, z_loss
-        # Dynamic shapes would make the widest kernels of a step slower; M and V never change within a run.
-        made = partial(torch.compile, dynamic=False) if compile else by_rows
-        self.statistics = partial(made(local_statistics), softcap=softcap)
-        self.gradient = partial(made(overwrite_with_gradient), softcap=softcap, z_loss=z_loss)
+    def __init__(self, group: Group | None = None, *, softcap: float = 0.0, z_loss: float = 0.0) -> None:
+        self.group, self.softcap, self.z_loss = group, softcap, z_loss
 
     def __call__(
         self,
@@ -142,8 +143,8 @@ class CrossEntropy:
             [] float32, equal on all ranks of the group. Its backward can run once and overwrites `logits`.
         """
         first = self.group.rank * logits.shape[1] if self.group else 0
-        passes = self.statistics, self.gradient
-        return _CrossEntropy.apply(logits, targets, first, self.group, *passes, of_sequences, squares)  # type: ignore[no-any-return]
+        given = logits, targets, first, self.group, self.softcap, self.z_loss, of_sequences, squares
+        return _CrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -154,14 +155,15 @@ class _CrossEntropy(torch.autograd.Function):
         targets: Tensor,
         first: int,
         group: Group | None,
-        statistics: Callable[..., tuple[Tensor, Tensor]],
-        gradient: Callable[..., None],
+        softcap: float,
+        z_loss: float,
         of_sequences: Tensor | None,
         squares: Tensor | None,
     ) -> Tensor:
-        lse, picked = over_ranks(*statistics(logits, targets, first), group)
+        lse, picked = local_statistics(logits, targets, first, softcap)
+        lse, picked = over_ranks(lse, picked, group)
         ctx.save_for_backward(logits, targets, lse)
-        ctx.first, ctx.gradient = first, gradient
+        ctx.first, ctx.numbers = first, (softcap, z_loss)
         losses = torch.where(targets == IGNORE_INDEX, 0.0, lse - picked)
         if of_sequences is not None:
             of_sequences += losses.view(len(of_sequences), -1).sum(1)
@@ -171,9 +173,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        if ctx.gradient is None:
+        if ctx.numbers is None:
             raise RuntimeError("backward through this cross-entropy a second time: the first one overwrote the logits")
         logits, targets, lse = ctx.saved_tensors
-        ctx.gradient(logits, targets, ctx.first, lse, grad)
-        ctx.gradient = None
+        overwrite_with_gradient(logits, targets, ctx.first, lse, grad, *ctx.numbers)
+        ctx.numbers = None
         return logits, None, None, None, None, None, None, None

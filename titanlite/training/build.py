@@ -100,12 +100,11 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
         optimizer = ShardedOptimizer(named, config.optimizer, asked.optimizer, settings, mesh, matrices)
         average = WeightAverage(named, optimizer.locals, decay, mesh) if decay else None
     receipt.add(optimizer.entry())
-    softcap, is_compiled = dims.logit_softcap, config.compile.enable and not device.is_named
     return Run(
         **vars(made),
         predicted=predicted,
         parameters=parameters,
-        loss=CrossEntropy(mesh.tp_group, compile=is_compiled, softcap=softcap, z_loss=config.training.z_loss),
+        loss=CrossEntropy(mesh.tp_group, softcap=dims.logit_softcap, z_loss=config.training.z_loss),
         optimizer=optimizer,
         kept_state={} if device.is_named else state_of(model, made.save_list_use.checkpointed),
         routers=routers_of(model),

@@ -1,5 +1,6 @@
 """Cross-entropy against float64, whole and with the vocabulary split over ranks."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -8,11 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.compile_only import accesses, check_resources, compiling
 from tests.support.needs import DEVICES
 from tests.support.numbers import F32, within
 from tests.support.ranks import run_ranks, world_group
 from titanlite.kernels import cross_entropy
-from titanlite.kernels.cross_entropy import IGNORE_INDEX, CrossEntropy
+from titanlite.kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, local_statistics, overwrite_with_gradient
+from titanlite.kernels.device.cross_entropy import launch_cross_entropy_gradient, launch_cross_entropy_statistics
 
 M, V = 24, 64
 
@@ -64,18 +67,58 @@ BOTH = {"softcap": 5.0, "z_loss": 0.1}  # of logits up to 16, so that tanh satur
 KEYS: list[dict[str, float]] = [{}, {"softcap": 5.0}, {"z_loss": 0.1}, BOTH]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys", KEYS, ids=str)
-def test_matches_float64(keys, dtype, device, compiled):
+def test_matches_float64(keys, dtype, device):
     """The loss is the cross-entropy of capped logits, without the z-loss; the gradient is that of both."""
     logits, targets = inputs(dtype, device)
-    got = loss_and_gradient(CrossEntropy(compile=compiled, **keys), logits, targets)
+    got = loss_and_gradient(CrossEntropy(**keys), logits, targets)
     check(got, truth(logits, targets, **keys), dtype)
     if "z_loss" in keys:  # the bound tells them apart
         _, without, _ = truth(logits, targets, keys.get("softcap", 0.0))
         assert ((got.grad - without).abs() > 0.01).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("V", [1, 7, 40, 100_001])
+def test_columns_of_a_part(V: int, device: str) -> None:
+    """Of rows that lie apart, whose targets are in them or before or behind; nothing beside them is written."""
+    memory = torch.randn(5, V + 3, generator=torch.Generator().manual_seed(0)).to(device)
+    logits, before = memory[:, :V], memory.clone()
+    first, softcap, scale = 10, 3.0, torch.tensor(0.5, device=device)
+    targets = torch.tensor([first - 1, first, first + V - 1, first + V, IGNORE_INDEX], device=device)
+    lse, picked = local_statistics(logits, targets, first, softcap)
+    wanted = local_statistics.definition(logits, targets, first, softcap)
+    for got, want in zip((lse, picked), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert picked[0] == picked[3] == picked[4] == 0
+    overwrite_with_gradient(logits, targets, first, lse, scale, softcap, 0.01)
+    assert torch.equal(memory[:, V:], before[:, V:])
+    overwrite_with_gradient.definition(before[:, :V], targets, first, lse, scale, softcap, 0.01)
+    torch.testing.assert_close(logits, before[:, :V], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_more_logits_than_int32_counts() -> None:
+    logits = torch.randn(20_000, 120_000, device="cuda", dtype=torch.bfloat16)
+    last, targets = logits[-300:].clone(), torch.arange(20_000, device="cuda")
+    squares = torch.zeros((), device="cuda")
+    loss = CrossEntropy()(logits.requires_grad_() * 1, targets, squares=squares)
+    (loss * 0.25).backward()
+    _, wanted, _ = truth(last, targets[-300:])
+    assert within(logits.grad[-300:], wanted, 32 * F32 * 0.25)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_code_for_sm_90_moves_16_bytes_at_once(softcap: float, tmp_path: Path) -> None:
+    logits, targets = torch.zeros(4, 128_256, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    with compiling() as compiled:
+        lse, _ = launch_cross_entropy_statistics(logits, targets, 0, softcap)
+        launch_cross_entropy_gradient(logits, targets, 0, lse, torch.ones(()), softcap, 0.0)
+    check_resources(compiled, tmp_path)
+    assert accesses(compiled["_cross_entropy_statistics"])["ld", 4] == 8
+    assert accesses(compiled["_cross_entropy_gradient"]) == {("ld", 4): 2, ("st", 4): 2, ("ld", 1): 2}
 
 
 @pytest.mark.parametrize(("tp", "keys"), [(2, {}), (4, {}), (2, BOTH)], ids=str)

@@ -12,7 +12,7 @@ from tests.support.held_for_backward import Peak, stream
 from tests.support.measured import MEASURED_CONFIGS, arguments, measured_runs
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
-from titanlite.config.schema import Compile, Config, Float8, Training
+from titanlite.config.schema import Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.device import CPU
 from titanlite.float8.cast import cast
@@ -131,16 +131,16 @@ def test_whole_blocks_are_priced_as_a_list_that_saves_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "tied", "tokens", "compiled"),
+    ("recipe", "tied", "tokens"),
     [
-        *((recipe, False, 256, compiled) for recipe in ("none", "rowwise", "tensorwise") for compiled in (True, False)),
-        ("none", False, 1024, False),
-        *((recipe, tied, 16, True) for recipe in ("none", "rowwise", "tensorwise") for tied in (False, True)),
-        *(("blockwise", tied, tokens, True) for tied, tokens in ((False, 256), (False, 128), (True, 128))),
+        *((recipe, False, 256) for recipe in ("none", "rowwise", "tensorwise")),
+        ("none", False, 1024),
+        *((recipe, tied, 16) for recipe in ("none", "rowwise", "tensorwise") for tied in (False, True)),
+        *(("blockwise", tied, tokens) for tied, tokens in ((False, 256), (False, 128), (True, 128))),
     ],
 )
-def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, compiled: bool, monkeypatch) -> None:
-    """Of many tokens the worst is a cast of the logits' gradient, or an eager loss; of few what has the weight's size.
+def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, monkeypatch) -> None:
+    """Of many tokens the worst is a cast of the logits' gradient; of few what has the weight's size.
 
     Not predicted are vectors: of the vocabulary at most an id and a scale, 12 bytes, and of tokens a dozen of float32.
     The gradient of the norm's weight comes after the worst.
@@ -158,14 +158,13 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     model.output.weight, model.norm.weight = nn.Parameter(weight), nn.Parameter(torch.ones(D).bfloat16())
     apart = [inner, model.norm.weight, *([weight.scale_inv] if isinstance(weight, GatheredWeight) else [])]
     loss, targets = CrossEntropy(), torch.arange(tokens)
-    if compiled:  # a compiled pass makes nothing of the logits' size, nor does this
-        monkeypatch.setattr(cross_entropy, "ROWS", 1)
+    monkeypatch.setattr(cross_entropy, "ROWS", 1)  # a GPU's pass makes nothing of the logits' size, nor does this
     with Peak(apart) as found:
         x = stream(tokens, D, torch.bfloat16)
         loss(model.output(model.norm(x)), targets).backward()
 
     training = Training(seq_len=tokens, local_batch_size=1, global_batch_size=2)  # so that gradients are there always
-    config = Config(training=training, float8=Float8(recipe, filter_fqns=()), compile=Compile(compiled))
+    config = Config(training=training, float8=Float8(recipe, filter_fqns=()))
     predicted = MemoryModel(config, dims, float8, recipes.load("optimizer", "adamw"), world=1).peak([])
     embedding = 0 if tied else 2 * V * D  # of one shard, so that it stays
     assert predicted.gathered_weights == embedding + inner.nbytes + 2 * D

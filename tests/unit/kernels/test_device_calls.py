@@ -41,6 +41,7 @@ from titanlite.kernels.device import (
     aligned_rows,
     block_cast,
     channel,
+    cross_entropy,
     expert_gate,
     expert_rows,
     float8_cast,
@@ -110,7 +111,8 @@ class Launches:
         specialised = str((blocks, numbers, *specialised))
         known = self.by_key.setdefault((kernel.fn.__name__, key, unaligned), specialised)
         assert known == specialised, f"{kernel.fn.__name__}: two kernels under the key {key}"
-        strided = {"x"} if "stride" in named else {name.replace("_row", "_grad") for name in named if "_row" in name}
+        of_rows = {name.replace("_row", "_grad") for name in named if "_row" in name}
+        strided = {"x", "logits"} if "stride" in named else of_rows
         for name, argument in named.items():
             if isinstance(argument, Tensor) and name not in strided and "scale_inv" not in name:
                 assert argument.is_contiguous(), f"{kernel.fn.__name__}: {name} has strides {argument.stride()}"
@@ -136,7 +138,7 @@ class Launches:
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
     experts = aligned_rows, expert_gate, expert_rows, grouped_gradient, grouped_matmul
-    for module in (*experts, block_cast, float8_cast, norm_rope, rms_norm, rope, routing, swiglu):
+    for module in (*experts, block_cast, cross_entropy, float8_cast, norm_rope, rms_norm, rope, routing, swiglu):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
@@ -289,7 +291,7 @@ def test_device_code_takes_the_arguments_of_its_operator():
             assert given[: len(wanted)] == wanted, name
             assert all(default is None for _, default in given[len(wanted) :]), name
             launched += 1
-    assert launched == 31
+    assert launched == 33
 
 
 def test_casts(launches: Launches):
@@ -317,6 +319,18 @@ def test_casts(launches: Launches):
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_cast_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "amax", "rows", "by", "grad_rows", "grad_by")}
+
+
+def test_cross_entropy(launches: Launches):
+    for M, V, dtype, first, softcap in product((4, 8), (64, 96), (BF16, torch.float32), (0, 64), (0.0, 30.0)):
+        logits, targets = torch.zeros(M, V + 32, dtype=dtype), torch.zeros(M, dtype=torch.int64)
+        for rows in (logits, logits[:, :V]):
+            lse, _ = cross_entropy.launch_cross_entropy_statistics(rows, targets, first, softcap)
+            for z_loss in (0.0, 0.1):
+                cross_entropy.launch_cross_entropy_gradient(rows, targets, first, lse, torch.ones(()), softcap, z_loss)
+    assert {name for name, *_ in launches.by_key} == {  # type: ignore[misc]
+        f"_cross_entropy_{name}" for name in ("statistics", "gradient")
+    }
 
 
 def test_routing(launches: Launches):

@@ -11,7 +11,12 @@ from tests.support.needs import LOOPS_BY_INTERPRETER
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["copies", "rows", *(pytest.param(name, marks=LOOPS_BY_INTERPRETER) for name in ("products", "routing"))]
+    "name",
+    [
+        "copies",
+        "rows",
+        *(pytest.param(name, marks=LOOPS_BY_INTERPRETER) for name in ("losses", "products", "routing")),
+    ],
 )
 def test_values_of_device_code_without_a_gpu(name: str) -> None:
     run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted", name]
