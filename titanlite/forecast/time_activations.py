@@ -69,6 +69,8 @@ def _operation(
     if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
         attend, of = CausalAttention(), args[:3]
         return lambda: attend(*of)
+    if activation.op in CLASSES["communication"]:
+        return lambda: torch.ops._c10d_functional.wait_tensor(activation.call[0](*args, **kwargs))
     return lambda: activation.call[0](*args, **kwargs)
 
 

@@ -93,6 +93,7 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
         apply_tensor_parallel(model, plan_layers(model, 128, 2).layers, mesh, group, asynchronous=fused)
         of = traced(model, ranks=2)
         check(time_block(model.layers[0], of, None, CPU), of)
+        assert torch._C._distributed_c10d._get_work_registry_size() == 0  # each was waited for
 
     run_ranks(body, tmp_path)
 
