@@ -129,7 +129,6 @@ class MemoryModel:
         trained: elements with a gradient before the split, by part of the model: for each block those of the "block"
             without experts that ranks share out, and of these "experts"; of the "embedding"; and of the "head" with the
             final norm.
-        experts_are_reduced: whether other ranks hold the same experts, so that gradients of experts are reduced.
         copy_engines: whether copy engines gather and reduce all but experts with ranks of their own, as far as the
             config determines.
         gathered_block: bytes of a block as FSDP gathers it; `gathered_experts` and `gathered_head` likewise.
@@ -162,7 +161,6 @@ class MemoryModel:
         self.replicas = mesh.data_parallel_replicate_degree
         self.shards = data_ranks // self.replicas
         self.expert_shards = max(1, self.shards * t // mesh.expert_parallel_degree)
-        self.experts_are_reduced = self.expert_shards * self.replicas > 1
         at_once = training.local_batch_size * (data_ranks // mesh.context_parallel_degree)
         self.micro_steps = sequences_per_step(config, world) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
@@ -257,11 +255,9 @@ class MemoryModel:
         left = held
         # A tied head stays gathered until the end, and so does its gradient.
         of_ends, gradient_of_ends = (head, e * trained["head"][0]) if tied else (0, 0)
-        in_place = self.alone or (self.shards == 1 and self.sums_are_gradients)  # what is sent is the gradient
-        sent = {part: 0 if in_place else n_bytes for part, n_bytes in self.sent.items()}
-        copied = 0 if in_place else self.copied
-        of_block = sent["block"] * max(trained["block"])
-        of_block += sent["experts"] * max(trained["experts"]) if self.experts_are_reduced else 0
+        sent = {part: 0 if self._in_place(part) else n_bytes for part, n_bytes in self.sent.items()}
+        copied = 0 if self._in_place("head") else self.copied
+        of_block = sum(sent[part] * max(trained[part]) for part in ("block", "experts"))
         before = 0 if tied else sent["head"] * trained["head"][0]  # is kept until the next unit is reduced
         kept = self._kept
         for done, cost in enumerate(reversed(blocks)):
@@ -323,20 +319,23 @@ class MemoryModel:
             in_turn, apart = [*in_turn, head], 0
         return max(in_turn[::2]) + max(in_turn[1::2]) + apart
 
-    def _reducing(self) -> int:
-        """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients.
+    def _shards(self, part: str) -> int:
+        return self.expert_shards if part == "experts" else self.shards
 
-        Replicas without shards add up what is sent, which is counted as such.
-        """
-        if self.alone or self.sums_are_gradients:
-            return 0
-        of_experts = max(self.trained["experts"]) // self.expert_shards if self.experts_are_reduced else 0
-        largest = max(
-            max(max(self.trained[part]) for part in ("embedding", "head", "block")) // self.shards, of_experts
-        )
-        sums = (SUMS_OF_REPLICAS if self.replicas > 1 else 1) - (self.shards == 1)
+    def _in_place(self, part: str) -> bool:
+        """Return whether gradients of a part are not copied to be reduced, or the copy becomes the gradient."""
+        return self._shards(part) == 1 and (self.replicas == 1 or self.sums_are_gradients)
+
+    def _reducing(self) -> int:
+        """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients."""
         widened = 4 if self.reduced != 4 and self.micro_steps > 1 else 0
-        return (sums * self.reduced + widened) * largest
+        most = 0
+        for part, trained in self.trained.items():
+            sums = SUMS_OF_REPLICAS if self.replicas > 1 else 1
+            sums -= self._shards(part) == 1  # replicas add up what is sent, which is counted already
+            if not (self.sums_are_gradients or self._in_place(part)):
+                most = max(most, (sums * self.reduced + widened) * (max(trained) // self._shards(part)))
+        return most
 
     @property
     def logits(self) -> int:

@@ -24,7 +24,7 @@ TOGETHER = 2**17
 """Bytes of a rank's part of a gradient. Copy engines send smaller ones together."""
 
 SUMS_OF_REPLICAS = 2
-"""Sums of units that replicas add up at a time; the compute stream waits for the first before it reduces another."""
+"""Units whose sums replicas add up at a time. The compute stream waits for the first before one more is reduced."""
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # see `_all_gather`
 
@@ -44,7 +44,7 @@ class Reduction:
         self._follows = follows
         self._sent: list[Tensor] = []  # by the reduction in flight
         self._ended: Any = None  # event after the sum in flight
-        # Sums that replicas add up on another stream than that of their memory, and events after it.
+        # Sums that replicas add up on another stream than that of their memory, each with an event after that.
         self._summed: list[tuple[Tensor, Any]] = []
         self._streams: list[Any] = []  # that have reduced
 
@@ -58,7 +58,8 @@ class Reduction:
         if self._ended is not None:
             compute.wait_event(self._ended)
         if len(self._summed) == SUMS_OF_REPLICAS:
-            compute.wait_event(self._summed.pop(0)[1])
+            compute.wait_event(self._summed[0][1])
+            del self._summed[0]
         self._sent = []  # before what is sent next takes memory
         ranks, params = arena.group.size(), list(gradients)
         if arena.reduce is not None:
@@ -90,7 +91,7 @@ class Reduction:
                 if unit._is_hsdp:
                     dist.all_reduce(total, group=unit._all_reduce_process_group)
                 _add_to_masters(params, total.to(params[0].sharded_param.dtype).split(sizes))
-                if unit._is_hsdp:
+                if unit._is_hsdp and not self._follows:  # else it is the gradient
                     self._summed.append((total, last.record_event()))
         self._streams += [each for each in (stream, last) if each not in self._streams]
 
