@@ -13,7 +13,7 @@ from triton.testing import do_bench
 from titanlite.kernels.cross_entropy import local_statistics, overwrite_with_gradient
 
 M = 16_384
-VOCABULARIES = {"OLMoE": 50_304, "Llama 3": 128_256, "Qwen3": 151_936, "Gemma 3": 262_144}
+VOCABULARIES = {"GPT-2": 50_257, "OLMoE": 50_304, "Llama 3": 128_256, "Qwen3": 151_936, "Gemma 3": 262_144}
 
 
 def main() -> None:

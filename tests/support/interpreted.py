@@ -62,8 +62,9 @@ def losses() -> None:
     of_losses.launch, of_losses.LANES, of_losses.AT_ONCE, of_losses.BLOCK = interpret, 8, 2, 16
     on_cpus(of_losses, "cross_entropy_statistics", "cross_entropy_gradient")
     tests = test_cross_entropy
-    for columns in (1, 7, 40):
-        tests.test_columns_of_a_part(columns, "cpu")
+    for columns, transposed in product((1, 7, 40), (False, True)):
+        tests.test_columns_of_a_part(columns, transposed, "cpu")
+    tests.test_a_head_whose_gradient_reads_its_logits_is_refused("cpu")
     for keys, dtype in product(tests.KEYS, (torch.float32, torch.float16)):
         tests.test_matches_float64(keys, dtype, "cpu")
     for tokens in (tests.M, 0):
@@ -71,7 +72,7 @@ def losses() -> None:
     tests.test_large_logits_do_not_overflow()
     for bad in (torch.nan, torch.inf):
         tests.test_nonfinite_logits_are_not_hidden(bad)
-    assert launched == {"kernels": 28}
+    assert launched == {"kernels": 36}
 
 
 def rows() -> None:

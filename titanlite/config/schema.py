@@ -210,7 +210,7 @@ class Float8:
 class Compile:
     """torch.compile."""
 
-    enable: bool = key(True, "Compile each block, and the loss.")
+    enable: bool = key(True, "Compile each block.")
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "activation_checkpoint.determinism_check": ("default", "titanlite has no choice of determinism checks"),
     "activation_checkpoint.debug": (False, "titanlite has no debug mode of checkpointing"),
     "compile.enable": (False, None),
-    "compile.components": (["model", "loss"], "compile.enable compiles the blocks and the loss"),
+    "compile.components": (["model", "loss"], "compile.enable compiles the blocks; the loss has kernels of its own"),
     "compile.backend": ("inductor", "the back end is inductor"),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": (False, _RECIPE),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, _RECIPE),

@@ -16,7 +16,7 @@ _CLASSES = (
     ("triton", r"^triton_(poi|red|per|for)_|^_(cast_(amax|transpose|rows|blocks)|transpose|swiglu_\w+)$"),
     ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
     ("triton", r"^_(route(_grad)?|expert_(counts|begins|places|gate\w*)|aligned_rows)$"),
-    ("triton", r"^_((gather|combine|spread)_rows|row_dots)$"),
+    ("triton", r"^_((gather|combine|spread)_rows|row_dots|cross_entropy_\w+)$"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
     ("matmul", r"^_grouped_weight_gradient$"),

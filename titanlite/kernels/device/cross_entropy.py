@@ -15,7 +15,7 @@ from titanlite.kernels.ignore_index import IGNORE_INDEX
 IGNORED = tl.constexpr(IGNORE_INDEX)
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 LANES, AT_ONCE = 1024, 8
-"""Columns of which each has a sum of its own, and rows of so many columns that are read before the sums change."""
+"""Sums that a thread block keeps of a row, and logits of each that it reads before it changes them."""
 BLOCK = 2048
 """Logits whose gradient a thread block computes."""
 WARPS = 4
@@ -60,6 +60,7 @@ def _cross_entropy_statistics(
 def _cross_entropy_gradient(
     logits, targets, lse, scale, first, V, stride, softcap, z_loss, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Write the gradient of a part of a row over its logits."""
     blocks = tl.cdiv(V, BLOCK)
     m = tl.program_id(0) // blocks
     k = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -79,8 +80,8 @@ def _cross_entropy_gradient(
 def launch_cross_entropy_statistics(
     logits: Tensor, targets: Tensor, first: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    (M, V), (stride, one) = logits.shape, logits.stride()
-    assert one == 1, "rows of logits are not contiguous"  # noqa: S101
+    logits = _in_rows(logits)
+    (M, V), stride = logits.shape, logits.stride(0)
     lse, picked = (torch.empty(M, dtype=torch.float32, device=logits.device) for _ in range(2))
     tensors, numbers = (logits, targets.contiguous(), lse, picked), (first, V, stride, softcap)
     if M:
@@ -94,11 +95,17 @@ def launch_cross_entropy_statistics(
 def launch_cross_entropy_gradient(
     logits: Tensor, targets: Tensor, first: int, lse: Tensor, scale: Tensor, softcap: float, z_loss: float
 ) -> None:
-    (M, V), (stride, one) = logits.shape, logits.stride()
-    assert one == 1, "rows of logits are not contiguous"  # noqa: S101
-    tensors, numbers = (logits, targets.contiguous(), lse, scale), (first, V, stride, softcap, z_loss)
+    rows = _in_rows(logits)
+    (M, V), stride = rows.shape, rows.stride(0)
+    tensors, numbers = (rows, targets.contiguous(), lse, scale), (first, V, stride, softcap, z_loss)
     if M:
         launch(
             _cross_entropy_gradient, (logits.dtype, *numbers), M * cdiv(V, BLOCK), tensors,
             lambda: (*tensors, *numbers, softcap > 0, BLOCK), num_warps=WARPS,
         )  # fmt: skip
+    if rows is not logits:
+        logits.copy_(rows)
+
+
+def _in_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
