@@ -80,7 +80,7 @@ def _cross_entropy_gradient(
 def launch_cross_entropy_statistics(
     logits: Tensor, targets: Tensor, first: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    logits = _in_rows(logits)
+    logits = _contiguous_rows(logits)
     (M, V), stride = logits.shape, logits.stride(0)
     lse, picked = (torch.empty(M, dtype=torch.float32, device=logits.device) for _ in range(2))
     tensors, numbers = (logits, targets.contiguous(), lse, picked), (first, V, stride, softcap)
@@ -95,7 +95,7 @@ def launch_cross_entropy_statistics(
 def launch_cross_entropy_gradient(
     logits: Tensor, targets: Tensor, first: int, lse: Tensor, scale: Tensor, softcap: float, z_loss: float
 ) -> None:
-    rows = _in_rows(logits)
+    rows = _contiguous_rows(logits)
     (M, V), stride = rows.shape, rows.stride(0)
     tensors, numbers = (rows, targets.contiguous(), lse, scale), (first, V, stride, softcap, z_loss)
     if M:
@@ -107,5 +107,5 @@ def launch_cross_entropy_gradient(
         logits.copy_(rows)
 
 
-def _in_rows(logits: Tensor) -> Tensor:
+def _contiguous_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
