@@ -105,18 +105,7 @@ LADDER = (
     Rung("olmoe_1b_7b", "OLMoE 1B-7B, a mixture of experts", "olmoe-1B-7B", 8, notes=(_MIXTURE,)),
     Rung("qwen3_moe_30b_a3b", "Qwen3 30B-A3B, a mixture of experts", "qwen3_moe-30B-A3B", 8, notes=(_MIXTURE,)),
     Rung("qwen3_moe_30b_a3b_64gpus", "Qwen3 30B-A3B, a mixture of experts", "qwen3_moe-30B-A3B", 64, notes=(_MIXTURE,)),
-    Rung(
-        "llama3_70b",
-        "Llama 3.1 70B",
-        "llama3-70B",
-        64,
-        values={"activation_checkpoint.budget_gib": 74.1},
-        reasons={
-            "activation_checkpoint.budget_gib": "of 79.1 GiB, 3 are left to CUDA and NCCL, and 2 to what the "
-            "allocator held and did not use when one rank of this file ran alone",
-        },
-        notes=(_EACH.format(1.1),),
-    ),
+    Rung("llama3_70b", "Llama 3.1 70B", "llama3-70B", 64, notes=(_EACH.format(1.1),)),
     Rung("llama3_405b", "Llama 3.1 405B", "llama3-405B", 512, notes=(_EACH.format(6.5),)),
 )
 
