@@ -135,15 +135,16 @@ def figures(rung: Rung, file: Path) -> Figures:
     """Predict a file in bf16, and in rowwise with the save-list that is fastest with it."""
     rates, found = rung.machine.rates, Figures()
     assert rates is not None  # noqa: S101
+    given = "--config", str(file), "--data.document_mask", "false"
     for name in (BF16, ROWWISE):
         flags = f"--float8.recipe {name}" if name == ROWWISE else ""
-        run = checked_run(["--config", str(file), *flags.split()], rung.world)
+        run = checked_run([*given, *flags.split()], rung.world)
         if name == ROWWISE and run.save_list is not None:
             setting = Setting(run.dims, run.float8, run.optimizer, rates, host=rates.host)
             fastest = best(candidates_of_layout(Candidate(setting, rung.world, run.config)))
             if fastest and fastest.recipe != run.config.activation_checkpoint.recipe:
                 flags += f" --activation_checkpoint.recipe {fastest.recipe}"
-                run = checked_run(["--config", str(file), *flags.split()], rung.world)
+                run = checked_run([*given, *flags.split()], rung.world)
         memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, rung.world, host=rates.host)
         found[name] = run, forecast(memory, run.save_list, rates), flags
     return found
