@@ -66,7 +66,8 @@ def export_checkpoint(
     """
     layout, seq_len = ARCHITECTURES[config.model.name], config.training.seq_len
     if wrong := without_place(config.model.name, dims):
-        raise CheckpointError(describe("titanlite export", wrong))
+        stays = [each._replace(fix=f"none for this model: to export one, train it with {each.fix}") for each in wrong]
+        raise CheckpointError(describe("titanlite export", stays))
     model = build_model(config.model, dims, seq_len)
     end = tokenizer.separator_id if tokenizer else None
     tmp, makes_parent = out.with_name(f"{out.name}.tmp"), not out.parent.exists()

@@ -109,11 +109,12 @@ def apply_float8(
             module.weight = _gathered_in_float8(module.weight, recipe, group)
     gathers = recipe.fsdp_all_gather == "float8" and matmul.unfused is None
     for name, projections in of_experts.items():
-        why, compute = _experts_left_alone(projections, tokens, recipe, filter_fqns), mixtures[name].compute
+        alone, compute = _experts_left_alone(projections, tokens, recipe, filter_fqns), mixtures[name].compute
         if not isinstance(compute, PlainExperts):  # a user has replaced it
             why = "experts that have an arithmetic of their own multiply in training.mixed_precision_param"
-        if why or not isinstance(compute, PlainExperts):
-            skipped |= dict.fromkeys(projections, why)
+            alone = dict.fromkeys(projections, why)
+        if alone or not isinstance(compute, PlainExperts):
+            skipped |= alone
             continue
         mixtures[name].compute = Float8Experts(recipe, compute.group)
         converted += projections
@@ -137,12 +138,15 @@ def apply_float8(
 
 def _experts_left_alone(
     projections: Mapping[str, Projection], tokens: int, recipe: Float8Recipe, filter_fqns: tuple[str, ...]
-) -> str | None:
-    """Return the reason why a layer's experts are not converted, or None. The projections are converted together."""
+) -> dict[str, str]:
+    """Return for each projection of a layer's experts why it is not converted; {} if all are."""
     if why := obstacle_of_experts(recipe):
-        return why
-    found = (left_alone(name, p.weight.shape, tokens, recipe, filter_fqns) for name, p in projections.items())
-    return next((why for why in found if why), None)
+        return dict.fromkeys(projections, why)
+    found = {name: left_alone(name, p.weight.shape, tokens, recipe, filter_fqns) for name, p in projections.items()}
+    first = next(((name.rpartition(".")[2], why) for name, why in found.items() if why), None)
+    if first is None:
+        return {}
+    return {name: why or f"all are converted or none, and of {first[0]} {first[1]}" for name, why in found.items()}
 
 
 def _has_own_forward(module: Linear) -> bool:

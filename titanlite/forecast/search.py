@@ -394,7 +394,9 @@ def check_budget(model: MemoryModel, origin: Origin) -> None:
         f"{MARGIN:.1%} stay free as a margin for the prediction"
     )
     problems = Problems(origin)
-    fix = f"{raised}, or" + "".join(f"\n          {other}" for other in others) if others else raised
+    fix = f"{raised}, or more ranks: no other layout or batch fits {budget:g} GiB"
+    if others:
+        fix = f"{raised}, or" + "".join(f"\n          {other}" for other in others)
     problems.add("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
     problems.raise_all()
 

@@ -85,7 +85,8 @@ def changes_from(recorded_toml: bytes, file: str, config: Config) -> list[str]:
                 fix += "; or optimizer.fresh_state = true, to begin with fresh state"
             if key in _PATHS:
                 fix += f"; if only its place has changed, write the new one into {file} as well"
-            problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {file}", fix))
+            apart = _differing_dims(dims_was, dims_now) if key == "model.flavor" else ""
+            problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {file}{apart}", fix))
     if problems:
         raise ConfigError(describe(f"{file.rpartition('/')[0]}: output folder of a different run", problems))
     return [
@@ -95,6 +96,16 @@ def changes_from(recorded_toml: bytes, file: str, config: Config) -> list[str]:
         for key in changed
         if key != "job.stop_after"  # where to stop this time is no change of the run
     ]
+
+
+def _differing_dims(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a clause that has the dimensions of two models that differ; "" if those of one are not known."""
+    if not (was and now):
+        return ""
+    before, after = (dotted({key: lasting(value) for key, value in of.items()}) for of in (was, now))
+    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    values = (f"{key} ({_toml(before.get(key))} → {_toml(after.get(key))})" for key in changed)
+    return f"; they differ in {', '.join(values)}"
 
 
 def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -167,3 +167,6 @@ def test_a_recipe_converts_both_projections_or_neither() -> None:
         for part in ("w13", "w2"):
             assert why in done.skipped[f"layers.0.experts.{part}"]
             assert not isinstance(getattr(layer, part).weight.data, WeightShard)
+    left = "float8.filter_fqns has 'experts.w2'"
+    assert done.skipped["layers.0.experts.w2"] == left
+    assert done.skipped["layers.0.experts.w13"] == f"all are converted or none, and of w2 {left}"

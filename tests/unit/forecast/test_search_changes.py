@@ -135,6 +135,8 @@ def test_a_budget_that_no_list_keeps_to_is_an_error_before_anything_is_built() -
     assert len(flags) == 1
     for flag in [["--activation_checkpoint.budget_gib", "35.3"], *flags]:
         try_assembly(checked(*AUTO, "34.6", *flag), 4)
+    with pytest.raises(ConfigError, match="or more ranks: no other layout or batch fits 5 GiB"):
+        try_assembly(checked(*AUTO, "5"), 4)
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:

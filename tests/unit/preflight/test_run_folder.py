@@ -124,6 +124,13 @@ def test_another_dtype_of_state_is_the_same_run_if_it_begins_afresh(tmp_path: Pa
     ]
 
 
+def test_another_flavor_is_refused_with_the_dimensions_that_differ(tmp_path: Path) -> None:
+    mixture = change(change(Config(), "model.name", "qwen3_moe"), "model.flavor", "debug")
+    claim(tmp_path, mixture)
+    with pytest.raises(ConfigError, match=r"; they differ in .*experts\.n_experts \(8 → 128\)"):
+        claim(tmp_path, change(mixture, "model.flavor", "30B-A3B"))
+
+
 def test_changes_of_mixture_and_stages_are_told_by_key(tmp_path: Path) -> None:
     """In both files' own order; what a file does not say is no change."""
     sources = (MixtureSource("a", "a.txt", 1.0, 2.0), MixtureSource("b", "b.txt", 1.0))
