@@ -38,7 +38,8 @@ ALIKE = [
         (4, [], [DEGREE, "4"], 10, EXACT),
         (4, [], [DEGREE, "2"], 10, EXACT),
         (4, [], [DEGREE, "2", *REPLICAS], 10, EXACT),
-        (2, [DEGREE, "2"], ["--compile.enable"], 3, EXACT),
+        # Compiled, gradients of the norms of queries and keys add up tokens and heads in another order.
+        (2, [DEGREE, "2"], ["--compile.enable"], 3, (1e-6, 2e-6)),
         *(
             (2, [DEGREE, "2"], ["--activation_checkpoint.recipe", n], 3, (0, 0))
             for n in ("full", "balanced", "matmuls")
