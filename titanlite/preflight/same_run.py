@@ -65,8 +65,7 @@ def changes_from(recorded_toml: bytes, file: str, config: Config) -> list[str]:
     may_change = ("optimizer.state_dtype",) if config.optimizer.fresh_state else ()
     identity = [key for key in changed if key in now and key.startswith(_IDENTITY) and key not in may_change]
     dims_was, dims_now = _dims(was, config), _dims(now, config)
-    # Models that differ only in the training of routers count as the same.
-    is_same_model = {k: lasting(v) for k, v in dims_was.items()} == {k: lasting(v) for k, v in dims_now.items()}
+    differing = _differing(dims_was, dims_now)
     problems: list[Problem] = []
     is_mixed = [any(key.startswith("data.mixture[") for key in of) for of in (was, now)]
     if is_mixed[0] != is_mixed[1]:  # only one of the two configs has [[data.mixture]]
@@ -79,14 +78,16 @@ def changes_from(recorded_toml: bytes, file: str, config: Config) -> list[str]:
         # A dimension that is not set comes from the flavor. Two flavors may have the same dimensions.
         name = key.removeprefix("model.")
         saw, want = dims_now.get(name, now[key]), dims_was.get(name, was[key])
-        if saw != want and not (key == "model.flavor" and dims_was and is_same_model):
+        if saw != want and not (key == "model.flavor" and dims_was and not differing):
             fix = "the old value, or another job.name"
             if key == "optimizer.state_dtype":
                 fix += "; or optimizer.fresh_state = true, to begin with fresh state"
             if key in _PATHS:
                 fix += f"; if only its place has changed, write the new one into {file} as well"
-            apart = _differing_dims(dims_was, dims_now) if key == "model.flavor" else ""
-            problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {file}{apart}", fix))
+            as_in = f"{_toml(want)}, as in {file}"
+            if key == "model.flavor" and dims_was and dims_now:
+                as_in += f"; they differ in {', '.join(differing)}"
+            problems.append(Problem(key, _toml(saw), as_in, fix))
     if problems:
         raise ConfigError(describe(f"{file.rpartition('/')[0]}: output folder of a different run", problems))
     return [
@@ -98,14 +99,14 @@ def changes_from(recorded_toml: bytes, file: str, config: Config) -> list[str]:
     ]
 
 
-def _differing_dims(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a clause that has the dimensions of two models that differ; "" if those of one are not known."""
-    if not (was and now):
-        return ""
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the dimensions of two models that differ, with both values; those of the training of routers may."""
     before, after = (dotted({key: lasting(value) for key, value in of.items()}) for of in (was, now))
-    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    values = (f"{key} ({_toml(before.get(key))} → {_toml(after.get(key))})" for key in changed)
-    return f"; they differ in {', '.join(values)}"
+    return [
+        f"{key} ({_toml(before.get(key))} → {_toml(after.get(key))})"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key)
+    ]
 
 
 def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
