@@ -166,7 +166,7 @@ class MemoryModel:
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.alone = data_ranks == 1
         self.sums_are_gradients = self.micro_steps == 1 and self.reduced == 4
-        self.gradients_follow = self.sums_are_gradients or (self.alone and self.micro_steps == 1)
+        self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)
         frees_blocks, self.ends_freed = frees_after_forward(config, self.shards)
         self.blocks_stay = not frees_blocks
         self.copy_engines = uses_copy_engines(config, self.shards)
@@ -328,14 +328,16 @@ class MemoryModel:
 
     def _reducing(self) -> int:
         """Return the bytes of reduced sums that are not yet gradients: to be cast to float32, or added to gradients."""
+        if self.sums_are_gradients:
+            return 0
+        at_once = SUMS_OF_REPLICAS if self.replicas > 1 else 1
         widened = 4 if self.reduced != 4 and self.micro_steps > 1 else 0
-        most = 0
-        for part, trained in self.trained.items():
-            sums = SUMS_OF_REPLICAS if self.replicas > 1 else 1
-            sums -= self._shards(part) == 1  # replicas add up what is sent, which is counted already
-            if not (self.sums_are_gradients or self._in_place(part)):
-                most = max(most, (sums * self.reduced + widened) * (max(trained) // self._shards(part)))
-        return most
+
+        def of(part: str) -> int:
+            sums = at_once - (self._shards(part) == 1)  # replicas add up what is sent, which is counted already
+            return (sums * self.reduced + widened) * (max(self.trained[part]) // self._shards(part))
+
+        return max((of(part) for part in self.trained if not self._in_place(part)), default=0)
 
     @property
     def logits(self) -> int:
