@@ -25,6 +25,7 @@ from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
+from titanlite.kernels import flash_attention_4
 from titanlite.kernels.attention import Bounds
 from titanlite.kernels.context_attention import KeyChunks
 from titanlite.kernels.products import MAX_RANKS
@@ -181,7 +182,8 @@ def _run_key(
     degrees = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
     split = *degrees, mesh.async_tensor_parallel
     of_model = config.model, dims, n_blocks, float8, config.float8.filter_fqns
-    return of_model, of_layout, split, _masks_documents(config.data), experts
+    of_attention = _masks_documents(config.data), flash_attention_4.served()
+    return of_model, of_layout, split, of_attention, experts
 
 
 @contextmanager

@@ -27,11 +27,15 @@ DTYPES = torch.bfloat16, torch.float16
 _served: tuple[int, ...] = ()
 
 
-def serve(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Use the package for heads of these widths in this process, and return the previous widths."""
+def serve(widths: tuple[int, ...]) -> None:
+    """Use the package for heads of these widths in this process."""
     global _served
-    before, _served = _served, widths
-    return before
+    _served = widths
+
+
+def served() -> tuple[int, ...]:
+    """Return the widths of heads for which this process uses the package."""
+    return _served
 
 
 def serves(q: Tensor) -> bool:

@@ -38,7 +38,7 @@ def fake_world(rank: int, world: int) -> Generator[None]:
     """Make this process act as rank `rank` of a world of `world` processes, within a context."""
     places = [(DeviceMesh, "__init__"), (DeviceMesh, "get_coordinate"), (dist, "all_gather_object")]
     before = [(of, name, getattr(of, name)) for of, name in places]
-    served, threads = flash_attention_4.serve(()), torch.get_num_threads()
+    served, threads = flash_attention_4.served(), torch.get_num_threads()
     counted = [(counter, Counter[Any](counter)) for counter in (lowered, exchanged)]
     for counter, _ in counted:
         counter.clear()

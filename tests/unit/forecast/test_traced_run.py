@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.held_for_backward import held_eager, stream
+from tests.support.measured import MEASURED_CONFIGS
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Compile, Config, Data, Float8, Model, Training
@@ -17,6 +18,8 @@ from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.search import LEAST
 from titanlite.forecast.traced_run import traced_run
 from titanlite.models.find import build_model
+from titanlite.preflight.checked_run import checked_run
+from titanlite.training.assemble import assembled
 
 S, DIMS = 48, ModelDims("", 2, 64, 4, 4, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 PARALLEL = '''
@@ -112,3 +115,13 @@ def test_float8_of_some_blocks_makes_two_kinds(config: Config) -> None:
     plain, converted = traced_run(half, DIMS, recipes.load("float8", "rowwise")).blocks
     assert "titanlite.scaled_matmul.default" not in {a.op for a in activations(plain)}
     assert "titanlite.scaled_matmul.default" in {a.op for a in activations(converted)}
+
+
+def test_a_trace_is_that_of_the_attention_of_its_device() -> None:
+    """Between two traces of an unknown device, one of an H100: the cache tells them apart."""
+    asked = checked_run(["--config", str(MEASURED_CONFIGS / "llama3_8b.toml"), "--data.document_mask", "false"])
+    of_torch = "aten._scaled_dot_product_flash_attention_for_cpu"
+    for gpu, kernel in (None, of_torch), ("h100", "titanlite.attention"), (None, of_torch):
+        with assembled(asked, 4, gpu) as made:
+            for run in made.memory.run, traced_run(asked.config, asked.dims, asked.float8):
+                assert f"{kernel}.default" in [operation.op for operation in run.blocks[0].forward]
