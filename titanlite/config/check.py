@@ -242,9 +242,6 @@ def _check_features(config: Config, problems: Problems) -> None:
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
         refuse("activation_checkpoint.recipe", want, "budget_gib = 60.0")
-    if chosen.recipe != "auto" and chosen.budget_gib is not None:
-        want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
-        refuse("activation_checkpoint.budget_gib", want, 'take it out of the file, or recipe = "auto"')
     if config.checkpoint.mirror and not config.checkpoint.enable:
         refuse("checkpoint.mirror", "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
     if not config.checkpoint.enable and isinstance(config.checkpoint.resume, int):

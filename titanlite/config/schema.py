@@ -195,7 +195,7 @@ class ActivationCheckpoint:
     """Activations that are kept; the rest are recomputed."""
 
     recipe: str = key("none", "Name of a save-list (`titanlite recipes activation_checkpoint`), the path of one, or `auto`: the fastest within `budget_gib`.")
-    budget_gib: PositiveFloat | None = key(None, "With `auto`: peak memory, in GiB, that the run may reserve on each GPU (`memory_gib` in metrics.jsonl). CUDA, NCCL and copy engines need a few GiB more.")
+    budget_gib: PositiveFloat | None = key(None, "Peak memory, in GiB, that the run may reserve on each GPU (`memory_gib` in metrics.jsonl). `auto` keeps to it; another list that is predicted to need more is refused. CUDA, NCCL and copy engines need a few GiB more.")
 
 
 @dataclass(frozen=True)

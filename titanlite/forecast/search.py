@@ -339,12 +339,12 @@ def changes_that_fit(
         return _fastest_first(sorted(found, key=lambda other: -other.peak), unknown)
 
     lists = fitting(_save_lists(run), as_now)
-    budget = math.floor((limit - model.symmetric_memory * of_device) / GIB * 10) / 10
-    if limit < run.needed and model.needed_under(LEAST) <= usable(budget):
-        is_auto = run.config.activation_checkpoint.budget_gib is not None
-        flag = "" if is_auto else "--activation_checkpoint.recipe auto "
-        flag += f"--activation_checkpoint.budget_gib {budget}"
-        lists = [replace(run.keeping(recipes.AUTO, None, budget), flag=flag, beside=run), *lists]
+    budget = run.config.activation_checkpoint.budget_gib if not of_device else None
+    lower = budget or math.floor((limit - model.symmetric_memory) / GIB * 10) / 10
+    if limit < run.needed and model.needed_under(LEAST) <= usable(lower):
+        flags = [] if run.recipe == recipes.AUTO else ["--activation_checkpoint.recipe auto"]
+        flags += [] if budget else [f"--activation_checkpoint.budget_gib {lower}"]
+        lists = [replace(run.keeping(recipes.AUTO, None, lower), flag=" ".join(flags), beside=run), *lists]
     layouts, batches = fitting(_layouts(run, sequences), 0.0), fitting(_batches(run), as_now)
     if not (lists or layouts or batches):
         firsts = *_layouts(run, sequences), *_batches(run)
@@ -374,38 +374,43 @@ def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, an
     return None
 
 
-def check_budget(model: MemoryModel, origin: Origin) -> None:
-    """Refuse an `activation_checkpoint.budget_gib` that is exceeded even if blocks keep only their input.
+def check_budget(model: MemoryModel, save_list: SaveList | None, origin: Origin, rates: Rates | None = None) -> None:
+    """Refuse an `activation_checkpoint.budget_gib` that a save-list is predicted to exceed.
+
+    A `save_list` of None stands for `auto`, whose blocks keep only their input where memory is least. `rates` are those
+    of the device, if it is known.
 
     Raises:
         ConfigError: the budget is too small; `origin` gives the file and line of the key.
     """
-    budget = model.config.activation_checkpoint.budget_gib
-    if budget is None:
+    budget, kept = model.config.activation_checkpoint.budget_gib, save_list or LEAST
+    if budget is None or (save_list is not None and (model.run.no_trace_reason or no_cost_reasons(save_list))):
         return
-    least = model.needed_under(LEAST)
-    if least <= usable(budget):
+    needed = model.needed_under(kept)
+    if needed <= usable(budget):
         return
-    others = changes_that_fit(model, LEAST, usable(budget), of_device=False)
-    enough = math.ceil(least / usable(1) * 10) / 10
-    raised = f"--activation_checkpoint.budget_gib {enough}"
+    others = changes_that_fit(model, kept, usable(budget), of_device=False)
+    enough = math.ceil(needed / usable(1) * 10) / 10
+    room = (rates.device_gib - RESERVE_GIB) - model.symmetric_memory / GIB if rates else math.inf
+    fixes = [f"--activation_checkpoint.budget_gib {enough}"] if enough <= room else []
+    of = f"with {model.config.activation_checkpoint.recipe}" if save_list else "when blocks keep only their input"
     want = (
-        f"at least {enough}: {least / GIB:.1f} are predicted when blocks keep only their input, and "
+        f"at least {enough}: {needed / GIB:.1f} are predicted {of}, and "
         f"{MARGIN:.1%} stay free as a margin for the prediction"
     )
     problems = Problems(origin)
-    fix = f"{raised}, or more ranks: no other layout or batch fits {budget:g} GiB"
-    if others:
-        fix = f"{raised}, or" + "".join(f"\n          {other}" for other in others)
+    fixes += map(str, others) if others else [f"more ranks: no other layout or batch fits {budget:g} GiB"]
+    fix = fixes[0] if len(fixes) == 1 else "one of these" + "".join(f"\n          {each}" for each in fixes)
     problems.add("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
     problems.raise_all()
 
 
 def _is_possible(candidate: Candidate) -> bool:
-    """Return whether a candidate's config is valid, and its peak can be predicted."""
+    """Return whether a candidate's config is valid, and its peak can be predicted and keeps to the budget of it."""
+    budget = candidate.config.activation_checkpoint.budget_gib or math.inf
     try:
         check_config(candidate.config, candidate.setting.dims, candidate.world)
-        return candidate.save_list is None or candidate.peak > 0
+        return candidate.save_list is None or 0 < candidate.peak <= usable(budget)
     except ConfigError:
         return False
 
@@ -418,22 +423,22 @@ def _fastest_first(others: list[Candidate], unknown: float) -> list[Candidate]:
 
 def _with_less(run: Candidate) -> Iterator[Candidate]:
     """Yield the run with the save-list `LEAST`, with one sequence per micro-step, with both, then in other layouts."""
-    has_budget, is_many = run.config.activation_checkpoint.budget_gib is not None, run.at_a_time > 1
+    is_auto, is_many = run.recipe == recipes.AUTO, run.at_a_time > 1
 
     def in_full(one: Candidate) -> Candidate:
         return replace(one.changed("activation_checkpoint", "recipe", "full"), save_list=LEAST)
 
     one_at_a_time = run.changed("training", "local_batch_size", 1)
-    found = [] if has_budget else [in_full(run)]
+    found = [] if is_auto else [in_full(run)]
     found += [one_at_a_time] if is_many else []
-    found += [in_full(one_at_a_time)] if is_many and not has_budget else []
+    found += [in_full(one_at_a_time)] if is_many and not is_auto else []
     yield from found
     yield from (layout for last in found[-1:] for layout in _layouts(last, None))
 
 
 def _save_lists(run: Candidate) -> Iterator[Candidate]:
-    """Yield the run with every save-list that can be loaded; nothing if `auto` chooses the list within a budget."""
-    if run.config.activation_checkpoint.budget_gib is not None:
+    """Yield the run with every save-list that can be loaded; nothing if `auto` chooses among more of them."""
+    if run.recipe == recipes.AUTO:
         return
     for name in recipes.names("activation_checkpoint", run.config.job.recipe_dirs):
         try:

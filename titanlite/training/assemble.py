@@ -136,7 +136,7 @@ def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> G
     can run the float8 recipe.
 
     Raises:
-        TitanliteError: as `assemble` raises it, or no save-list keeps to the memory budget.
+        TitanliteError: as `assemble` raises it, or the save-list cannot keep to the memory budget.
     """
     mesh = asked.config.parallelism
     t, cp, shards = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.data_parallel_shard_degree
@@ -144,8 +144,8 @@ def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> G
     with fake_world(0, world or mesh.data_parallel_replicate_degree * of_replica):
         able = asked.float8 and replace(asked.float8, min_compute_capability=0)
         found = assemble(asked if gpu else replace(asked, float8=able), device_to_plan_for(gpu))
-        if asked.save_list is None and world is not None:
-            check_budget(found.memory, asked.origin)
+        if world is not None:
+            check_budget(found.memory, asked.save_list, asked.origin, measured_rates(gpu) if gpu else None)
         yield found
 
 

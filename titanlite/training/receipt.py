@@ -104,7 +104,9 @@ def _memory(run: Run) -> tuple[Entry, Problem | None]:
     if budget is None or not over:
         return entry, None
     want = f"a peak of at most that; {over[0].why}"
-    less = f"budget_gib = {2 * budget - reserved:.2f}" if reserved < 2 * budget else "a save-list by name"
+    less = "a save-list that keeps less"
+    if run.chosen is not None and reserved < 2 * budget:
+        less = f"budget_gib = {2 * budget - reserved:.2f}"
     fix = f"{less}; job.strict = false trains on"
     return entry, Problem(key, f"{budget:g}", want, fix)
 

@@ -110,6 +110,8 @@ def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
     assert len(lenient.steps) == 2
     assert "warning: the run exceeds its memory budget" in lenient.output
     assert lenient.receipt["memory"]["skipped"]
+    named = desk.run("named", 1, "--activation_checkpoint.recipe=attention", budget(8), plant=plant, ends=2)
+    assert "fix:  a save-list that keeps less; job.strict = false trains on" in named.output
 
 
 def full_in_a_step() -> None:

@@ -116,7 +116,6 @@ IMPOSSIBLE = [  # what is given, on how many processes if that is known, the one
     (f'{ALWAYS}, training.mixed_precision_reduce = "bfloat16"', 8, "training.mixed_precision_reduce", '= "float32"'),
     ("parallelism.async_tensor_parallel = true", None, "parallelism.async_tensor_parallel", "= false"),
     ('activation_checkpoint.recipe = "auto"', None, "activation_checkpoint.recipe", "budget_gib = 60.0"),
-    ("activation_checkpoint.budget_gib = 60.0", None, "activation_checkpoint.budget_gib", 'recipe = "auto"'),
     ("checkpoint.enable = false, checkpoint.resume = 5", None, "checkpoint.resume", "checkpoint.enable = true"),
     ('metrics.wandb = "offline", metrics.wandb_project = ""', None, "metrics.wandb_project", '= "titanlite"'),
     ("metrics.float8_numerics_freq = 5", None, "metrics.float8_numerics_freq", "= 0"),

@@ -8,7 +8,7 @@ from titanlite.config.stages import sequences_per_step
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import GIB, MemoryModel, usable
-from titanlite.forecast.search import LEAST, changes_that_fit, processes_that_fit
+from titanlite.forecast.search import LEAST, changes_that_fit, check_budget, processes_that_fit
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.assemble import try_assembly
 
@@ -130,13 +130,31 @@ def test_a_budget_that_no_list_keeps_to_is_an_error_before_anything_is_built() -
     least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
     assert "activation_checkpoint.budget_gib = 34.6\n" in said
     assert f"want: at least 35.3: {least:.1f} are predicted" in said
-    assert "fix:  --activation_checkpoint.budget_gib 35.3, or" in said
+    assert "fix:  one of these\n            --activation_checkpoint.budget_gib 35.3\n" in said
     flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
     assert len(flags) == 1
     for flag in [["--activation_checkpoint.budget_gib", "35.3"], *flags]:
         try_assembly(checked(*AUTO, "34.6", *flag), 4)
-    with pytest.raises(ConfigError, match="or more ranks: no other layout or batch fits 5 GiB"):
+    with pytest.raises(ConfigError, match="more ranks: no other layout or batch fits 5 GiB"):
         try_assembly(checked(*AUTO, "5"), 4)
+
+
+def test_a_budget_holds_for_a_list_by_name_too() -> None:
+    """It is refused where it needs more, and what is proposed keeps to the budget of the file."""
+    within = ("--activation_checkpoint.budget_gib", "90", "--activation_checkpoint.recipe")
+    for fitting in ("auto", "full", "attention"):
+        try_assembly(checked(*within, fitting), 4)
+    asked = checked(*within, "none")
+    with pytest.raises(ConfigError, match=r"want: at least 1\d\d.\d: .* are predicted with none, and") as error:
+        try_assembly(asked, 4)
+    proposed = [line.split("  frees")[0].split() for line in str(error.value).splitlines() if line.startswith(" " * 12)]
+    raised, auto, *_ = proposed
+    assert raised[0] == "--activation_checkpoint.budget_gib"
+    assert auto == ["--activation_checkpoint.recipe", "auto"]
+    for flag in proposed:
+        try_assembly(checked(*within, "none", *flag), 4)
+    with pytest.raises(ConfigError, match=r"fix:  one of these\n *--activation_checkpoint.recipe auto  "):
+        check_budget(model_of(asked), asked.save_list, asked.origin, measured_rates("h100"))
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:
