@@ -170,6 +170,19 @@ def fewer_tokens() -> str:
     return table(f"150M | steps | {head} | best rate, three seeds", lines)
 
 
+def read_once() -> str:
+    """Return held-out losses of 150M on text read once: of a quarter by rate, and of all of it with the best one."""
+    runs = rows("loss", config="scripts/bench/once_150m.toml")
+    rates, lines = sorted({row["lr"] for row in runs}), list[list[str]]()
+    for arm in dict.fromkeys(row["arm"] for row in runs):
+        own = [row for row in runs if row["arm"] == arm]
+        quarter = {row["lr"]: f"{row['held_out_loss']:.3f}" for row in own if row["epochs"] < 1}
+        seeds = [row["held_out_loss"] for row in own if row["epochs"] == 1]
+        whole = f"{statistics.mean(seeds):.4f}: {', '.join(f'{loss:.4f}' for loss in seeds)}" if seeds else ""
+        lines.append([f"`{arm}`", *(quarter.get(rate, "") for rate in rates), whole])
+    return table(f"150M | {' | '.join(f'lr {rate:g}' for rate in rates)} | all tokens, by seed", lines)
+
+
 def loss() -> str:
     """Return the loss of each recipe after 1,500 steps, beside three seeds of bf16."""
     runs = [row for row in rows("loss", config="configs/llama3_150m.toml") if "noise" in row]
@@ -294,6 +307,7 @@ TABLES = [
     optimizers,
     muon,
     fewer_tokens,
+    read_once,
 ]
 
 
