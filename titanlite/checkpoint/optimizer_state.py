@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.build import show
-from titanlite.config.parameter_groups import one_of_all_blocks
+from titanlite.config.parameter_groups import some_of
 from titanlite.config.recipe_schema import OwnRule
 from titanlite.config.schema import Optimizer
 from titanlite.errors import CheckpointError, Problem, describe
@@ -74,7 +74,7 @@ def _unlike(
         if (was := before.get(name, rule)) != rule:
             changed.setdefault(was, []).append(name)
     if changed:
-        want = "; ".join(f"{show(was)} for {_first_four(one_of_all_blocks(names))}" for was, names in changed.items())
+        want = "; ".join(f"{show(was)} for {some_of(names)}" for was, names in changed.items())
         want = f"the rules by which the checkpoint's parameters were updated: {want}"
         problems.append(_of_another("recipe", show(config.recipe), want))
     if (was := saved.get("state_dtype", config.state_dtype)) != config.state_dtype:
@@ -94,7 +94,3 @@ def _of_another(key: str, saw: str, want: str) -> Problem:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
-
-
-def _first_four(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -155,15 +155,17 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     )
 
 
+def parameters_of(name: str) -> int:
+    """Return the number of parameters of a named model with its own vocabulary."""
+    model = wished_model(name)
+    return count_parameters(build_model(model, recipes.model_dims(Config(model=model)), 1))[0]
+
+
 def default_model(machine: Machine) -> str:
     """Return the largest Llama 3 whose weights, gradients and moments take less than half of a machine's memory."""
     if machine.rates is None:
         return "llama3-debug"
-    sizes: dict[str, int] = {}
-    for name in recipes.names("model"):
-        if name.startswith("llama3-"):
-            model = wished_model(name)
-            sizes[name], _ = count_parameters(build_model(model, recipes.model_dims(Config(model=model)), 1))
+    sizes = {name: parameters_of(name) for name in recipes.names("model") if name.startswith("llama3-")}
     room = machine.gib * machine.world * 2**30 / 2 / 16
     return max(sizes, key=lambda name: (sizes[name] <= room, sizes[name] if sizes[name] <= room else -sizes[name]))
 

@@ -4,16 +4,13 @@ import sys
 from dataclasses import replace
 
 from titanlite.byte_size import byte_size
-from titanlite.commands.new_choices import UnfitError, choose_run
-from titanlite.commands.new_wishes import Wishes, wished_model
-from titanlite.config.schema import Config
+from titanlite.commands.new_choices import UnfitError, choose_run, parameters_of
+from titanlite.commands.new_wishes import Wishes
 from titanlite.data.order import epochs
 from titanlite.errors import TitanliteError
 from titanlite.forecast.outlook import large
-from titanlite.models.experts import count_parameters
-from titanlite.models.find import build_model
 from titanlite.preflight.machine import Machine
-from titanlite.recipes import model_dims, names
+from titanlite.recipes import names
 from titanlite.text_table import folded, terminal_width
 
 
@@ -24,7 +21,7 @@ def list_models(wishes: Wishes, machine: Machine, of_text: float | None) -> list
     `of_text` tokens (None: not known), memory of a GPU and the run's time. The last line has all that do not fit, and
     why the first of them does not.
     """
-    models, fitting, too_large = sorted(names("model"), key=_parameters), list[str](), list[str]()
+    models, fitting, too_large = sorted(names("model"), key=parameters_of), list[str](), list[str]()
     is_gpu, passes = machine.rates is not None, f"  {'epochs':>7}" if of_text else ""
     width, of = max(map(len, models)), "of each GPU" if is_gpu else "memory"
     _print(f"{'model':{width}}  {'parameters':>13}  {'tokens':>13}{passes}  {of:>11}  {'time':>12}")
@@ -40,16 +37,10 @@ def list_models(wishes: Wishes, machine: Machine, of_text: float | None) -> list
             too_large.append(f"{name} ({error.short})" if not too_large else name)
         except TitanliteError as error:
             problem = error.args[0].problems[0]
-            _print(f"{name:{width}}  {large(_parameters(name)):>13}  {problem.where}: {problem.want}")
+            _print(f"{name:{width}}  {large(parameters_of(name)):>13}  {problem.where}: {problem.want}")
     if too_large:
         sys.stdout.write(folded(f"{len(too_large)} do not fit: {', '.join(too_large)}\n", terminal_width()))
     return fitting
-
-
-def _parameters(name: str) -> int:
-    """Return the number of parameters of a model with its own vocabulary."""
-    model = wished_model(name)
-    return count_parameters(build_model(model, model_dims(Config(model=model)), 1))[0]
 
 
 def _print(row: str) -> None:

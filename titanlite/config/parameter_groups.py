@@ -110,14 +110,14 @@ def _check_groups(
                 fix = f"give groups of yours fewer parameters, or write [{key}] with optional = true"
             problems.add(key, "", f"a group that takes a parameter; {why}", fix)
     if left := [name for name in shapes if name not in taken]:
-        want = f"a group for every parameter; none takes {_some(left)}"
+        want = f"a group for every parameter; none takes {some_of(left)}"
         problems.add("groups", "", want, 'add [groups.rest] with rule = "adamw", which takes what no other does')
     elif not any(recipe.groups[name].lr_factor for name in taken.values()):
         want = "a group with another factor: this one freezes its parameters, and so do all others that take some"
         problems.add(f"groups.{next(iter(taken.values()))}.lr_factor", "0.0", want, "lr_factor = 1.0 in one of them")
 
 
-def _some(parameters: Collection[str]) -> str:
+def some_of(parameters: Collection[str]) -> str:
     """Join up to four names of parameters, with * as the number of a block, and the count of further names."""
     names = one_of_all_blocks(parameters)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -140,7 +140,7 @@ def _check_matrices(
             fix = f'a group above it with rule = "adamw" and pattern = {show(one_of_all_blocks(wrong))}'
         # Report a line of this file, not of a file that it extends.
         where = next(filter(problems.is_own, (f"groups.{name}.{k}" for k in ("rule", "shape", "pattern"))), None)
-        want = f"parameters of projections alone, beside a rule for whole matrices; it takes {_some(wrong)}"
+        want = f"parameters of projections alone, beside a rule for whole matrices; it takes {some_of(wrong)}"
         at = problems.origin.of(where) if where else None
         problems.add(f"groups.{name}.rule", show(group.rule), want, fix, at=at)
 

@@ -326,34 +326,18 @@ def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
     return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
 
 
-class _Peak(TorchDispatchMode):
-    """The most bytes that are alive at once of what operations make, without the storages of the tensors `given`."""
-
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.bytes, self._made = 0, list[tuple[StorageWeakRef, int]]()
-        self._apart = {t.untyped_storage()._cdata for t in given}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = self._apart | {ref.cdata for ref, _ in self._made}
-        storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        self._made += [(StorageWeakRef(s), s.nbytes()) for s in storages if s._cdata not in known]
-        self._made = [(ref, size) for ref, size in self._made if not ref.expired()]
-        self.bytes = max(self.bytes, sum(size for _, size in self._made))
-        return out
-
-
 def _memory_of_later_windows(args: Any, experts: ExpertRanks) -> tuple[int, int]:
     """Return the most bytes that one of `ops.WINDOWS` makes at once, for two windows in all and for the most.
 
     Of each window the results stay; for NCCL those of all windows are joined at the end.
     """
-    with _Peak(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)) as peak:
+    recorder = _Recorder(0, experts)
+    recorder.begin_forward({*recorder.known(*(t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)))})
+    with recorder:
         compute_window(*args)
     o, n_experts, slots = args[0], args[4], args[5]
     counts = 2, most_windows(len(slots), len(o), n_experts)
-    second, most = (max(peak.bytes + (n - 2) * o.nbytes, (2 * n - 1) * o.nbytes * experts.by_nccl) for n in counts)
+    second, most = (max(recorder.peak + (n - 2) * o.nbytes, (2 * n - 1) * o.nbytes * experts.by_nccl) for n in counts)
     return second, most
 
 

@@ -11,7 +11,7 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import FROZEN, SaveList
 from titanlite.config.stages import largest_stage, longest_seq_len
 from titanlite.device import Device, named_device
-from titanlite.errors import ConfigError, ErrorReport, Problem, RecipeError, TitanliteError
+from titanlite.errors import Problem, RecipeError, Together
 from titanlite.float8.convert import Conversion
 from titanlite.float8.numerics import measurable
 from titanlite.float8.receipt import emulation_cost
@@ -238,25 +238,15 @@ def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, Update
     in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
     of_matrices = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Projection)}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    settings, reports = dict[str, UpdateSettings](), list[ErrorReport]()
-
-    def update() -> None:
-        settings.update(update_settings(asked.optimizer, config.optimizer, shapes, origin, of_matrices))
-
-    checks: list[Callable[[], None]] = [update]
+    checks = Together()
+    settings = checks.attempt(lambda: update_settings(asked.optimizer, config.optimizer, shapes, origin, of_matrices))
     if asked.float8 is not None:
-        checks.append(lambda: require_matches(config.float8.filter_fqns, layers, origin))
+        checks.attempt(lambda: require_matches(config.float8.filter_fqns, layers, origin))
     if save_list is not None:
         names, n = [*dict.fromkeys(in_blocks)], asked.dims.n_layers
-        checks.append(lambda: check_names(save_list, names, n if config.job.strict else None))
-    for check in checks:
-        try:
-            check()
-        except TitanliteError as error:
-            reports += error.args
-    if reports:
-        raise ConfigError(*reports)
-    return settings
+        checks.attempt(lambda: check_names(save_list, names, n if config.job.strict else None))
+    checks.raise_all()
+    return settings or {}
 
 
 def _check_converted(asked: CheckedRun, done: Conversion) -> None:
