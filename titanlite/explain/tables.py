@@ -6,7 +6,7 @@ from titanlite.explain.causes import NOTABLE, first_cause, longest_loss
 from titanlite.explain.divide import mean_parts
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED
-from titanlite.observe.step_profile import COMMUNICATION
+from titanlite.observe.step_profile import ASIDE, COMMUNICATION
 from titanlite.text_table import columns
 
 _MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
@@ -50,9 +50,11 @@ def _headline(run: ProfiledSteps) -> list[str]:
     ranks = "1 rank" if len(run.profiles) == 1 else f"{len(run.profiles)} ranks"
     lines = [f"{run.name}: {steps}, {ranks} on {run.profiles[0].device}, {_ms(run.wall_us)} ms a step"]
     if run.unprofiled_us is not None:
-        more = run.wall_us / run.unprofiled_us - 1
+        aside = {name: us for name, us in run.parts.items() if name in ASIDE}  # not in the other steps' time
+        more = (run.wall_us - sum(aside.values())) / run.unprofiled_us - 1
         took = f"steps that were not recorded took {_ms(run.unprofiled_us)} ms"
-        lines.append(f"{took}, so recording costs {more:+.0%}")
+        without = f", {' and '.join(aside)} not counted" if aside else ""
+        lines.append(f"{took}, so recording costs {more:+.0%}{without}")
     return lines
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 from tests.support.profiles import profiled, rank_profile
 from titanlite.explain.tables import memory_table, run_text
 from titanlite.explain.timeline import draw_timeline, timeline_figure
-from titanlite.observe.step_profile import ATTENTION, DATA_WAIT, MATMUL, PeakMemory, StepEdges
+from titanlite.observe.step_profile import ATTENTION, DATA_WAIT, MATMUL, SAVING, VALIDATION, PeakMemory, StepEdges
 from titanlite.text_table import folded
 
 SHARD, REPLICATE = "communication dp_shard", "communication dp_replicate"
@@ -32,6 +32,13 @@ def test_every_line_fits_80_columns_and_the_sum_is_the_step():
     rows = {line[2:28].strip(): line[28:].split() for line in run_text(run).splitlines()}
     assert rows["sum"][:2] == [f"{run.wall_us / 1e3:,.1f}", "100.0%"]
     assert "comes last most: rank 7, by 1,333.3 ms a step, 100% of all waits" in run_text(run)
+
+
+def test_recording_costs_no_work_between_steps():
+    plain, aside = {MATMUL: [(0.0, 40.0)]}, {MATMUL: [(0.0, 40.0)], VALIDATION: [(40.0, 60.0)], SAVING: [(60.0, 70.0)]}
+    said = [run_text(replace(profiled(rank_profile(spans)), unprofiled_us=50.0)) for spans in (plain, aside)]
+    assert "so recording costs +100%\n" in said[0]
+    assert "so recording costs +40%, validation and saving not counted\n" in said[1]
 
 
 def test_memory_is_that_of_the_fullest_rank_beside_its_forecast():
