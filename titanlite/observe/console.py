@@ -2,8 +2,9 @@
 
     step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
-A step's line fits 100 columns; all other numbers are in metrics.jsonl. Longer texts are folded between words, with
-continuation lines indented. Paths beneath the working directory are shown relative to it.
+A step's line fits 100 columns; all other numbers are in metrics.jsonl. Its time left counts the validations,
+evaluations and checkpoints to come, each as long as the last of its kind, once there was one. Longer texts are folded
+between words, with continuation lines indented. Paths beneath the working directory are shown relative to it.
 
 A pipe or a file gets the line of every logged step, without colours and in ASCII, so that `grep` and `awk` work on it.
 A terminal has the newest step's figures above a progress bar, and keeps the lines of the first and the last step, of
@@ -68,6 +69,7 @@ class Console(Observer):
         self._stream = None if local_rank else stream or sys.stdout  # also None once writing has failed
         self._work: Callable[[int], float] = float  # step → work done up to its end
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds: in all, waiting, per work
+        self._beside: dict[str, tuple[float, int]] = {}  # work between steps → its latest seconds, and steps between
         self._has_waited, self._has_validation, self._is_verbose = False, has_validation, is_verbose
         self._newest: Row = {}  # row of the newest logged step
         self._shown_step = 0  # the last step whose line was shown; 0: none
@@ -91,7 +93,9 @@ class Console(Observer):
         pace = row["seconds"] / (self._work(step) - self._work(step - 1))
         self._recent.append((row["seconds"], row["data_wait_seconds"], pace))
         left = self._work(self._total) - self._work(step)
-        line = step_line(row, self._total, left * statistics.median(pace for _, _, pace in self._recent))
+        left_s = left * statistics.median(pace for _, _, pace in self._recent)
+        left_s += sum(each * (-(-self._total // every) - (step - 1) // every) for each, every in self._beside.values())
+        line = step_line(row, self._total, left_s)
         self._log(line)
         if self._rank == 0:
             self._newest, self._unshown = row, line
@@ -133,6 +137,10 @@ class Console(Observer):
     def measure_by(self, work: Callable[[int], float]) -> None:
         """Estimate the time left from `work(step)`, the work up to a step, such as tokens: steps may differ in size."""
         self._work = work
+
+    def took(self, phase: str, seconds: float, every: int) -> None:
+        """Count what work such as a validation took in the time left: it is due each `every` steps and at the last."""
+        self._beside[phase] = seconds, every
 
     def notice(self, text: str, style: str = "") -> None:
         """Log an event, such as a saved checkpoint. The first rank of each host also shows it on its terminal."""

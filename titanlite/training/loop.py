@@ -184,7 +184,7 @@ class Loop:
         """Evaluate the model, and log its accuracy in each task, the same on every rank."""
         assert self.evaluation is not None  # noqa: S101
         (evaluator, freq), run, began = self.evaluation, self.run, time.monotonic()
-        with self._phase(step, "evaluation", EVALUATION):
+        with self._phase(step, "evaluation", EVALUATION, freq):
             scores = evaluator.score(run.model, run.mesh, lambda: self.watchdog.progress(step, "evaluation"))
         self.report.evaluation(step, scores, time.monotonic() - began, freq)
 
@@ -193,7 +193,7 @@ class Loop:
         numbers, samples = dict[str, float](), list[Sample]()
         asked, average = self.run.config.validation.weights, self.run.average
         self.run.model.eval()
-        with self._phase(step, "validation", VALIDATION):
+        with self._phase(step, "validation", VALIDATION, self.run.config.validation.freq):
             if asked != "ema":
                 numbers |= self._losses(step)
                 samples = self._samples(step)
@@ -249,7 +249,7 @@ class Loop:
             validation_due: whether the measurements after this step are still to be made.
             went_on: whether later steps were begun and discarded, so that the routers' counts include their tokens.
         """
-        with self._phase(step, "checkpoint", SAVING):
+        with self._phase(step, "checkpoint", SAVING, self.run.config.checkpoint.interval):
             if (routers := self.run.routers) is not None and not (went_on or self.report.is_due(step)):
                 tokens = routers.read(routers.seen().tolist()).tokens
                 self.report.experts(step, tokens)  # a resumed run counts from this step on
@@ -303,9 +303,15 @@ class Loop:
         return f"; {whose} {key} {best[1]:.4f} is the lowest"
 
     @contextmanager
-    def _phase(self, step: int, phase: str, mark: str | None = None) -> Iterator[None]:
-        """Announce work between two steps to the watchdog, with its longer limit, and mark it in the trace."""
+    def _phase(self, step: int, phase: str, mark: str | None = None, every: int = 0) -> Iterator[None]:
+        """Announce work between two steps to the watchdog, with its longer limit, and mark it in the trace.
+
+        If it is due each `every` steps, the console counts its time in the time left.
+        """
+        began = time.monotonic()
         self.watchdog.progress(step, phase)
         self.watchdog.set_timeout(self.run.config.comm.init_timeout_seconds)
         with span(mark) if mark else nullcontext():
             yield
+        if every:
+            self.report.console.took(phase, time.monotonic() - began, every)

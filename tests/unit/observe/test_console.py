@@ -158,6 +158,18 @@ def test_the_time_left_is_of_the_tokens_left(tmp_path):
     console.close()
 
 
+def test_the_time_left_counts_validations_and_checkpoints_that_are_to_come(tmp_path):
+    stream = io.StringIO()
+    console = Console(0, 0, 25, tmp_path, stream)
+    for step, eta in ((10, "0m 15s"), (11, "2m 14s"), (20, "2m 05s"), (21, "1m 04s"), (25, "1m 00s")):
+        console.write(ROW | {"step": step, "seconds": 1.0})
+        assert stream.getvalue().endswith(f"eta {eta}\n")
+        if step % 10 == 0:  # also after the last step, so that two are to come after step 10
+            console.took("validation", 50.0, 10)
+            console.took("checkpoint", 10.0, 10)
+    console.close()
+
+
 def test_a_secret_in_a_message_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     stream = io.StringIO()
