@@ -22,6 +22,7 @@ from torch import Tensor
 import titanlite
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
+from titanlite.checkpoint.optimizer_state import PREFIX as OPTIMIZER
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
 from titanlite.checkpoint.saved_state import STATE, SavedState, best_of, losses_of, read_state
@@ -156,9 +157,10 @@ class Checkpoints:
             why = f"it was saved by {then} ranks, this run has {now}"
             if then == now:
                 why = f"it does not have {', '.join(lost)}"
+            restored = "weights and the place" if OPTIMIZER in left else "weights, optimizer state and the place"
             notices.append(
                 f"{folder.name}: random number generators start fresh, since {why}. This affects only dropout and the "
-                "like; weights, optimizer state and the place in the data are restored exactly"
+                f"like; {restored} in the data are restored exactly"
             )
         self._resumed_from = step
         return saved, notices

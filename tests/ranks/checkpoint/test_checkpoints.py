@@ -136,6 +136,14 @@ def test_a_checkpoint_without_random_state_is_told(tmp_path: Path) -> None:
     assert f"random number generators start fresh, since it does not have {lost}. This" in notice
 
 
+def test_what_starts_afresh_is_not_said_to_be_restored(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    for left, restored in (((), "weights, optimizer state and the place"), (("optimizer/",), "weights and the place")):
+        given = {"w": torch.zeros(4)} | rng_state()
+        _, (notice,) = Checkpoints(tmp_path, keep=1).load(10, given, lambda _, left=left: left)
+        assert notice.endswith(f"; {restored} in the data are restored exactly")
+
+
 def test_which_step_is_resumed(tmp_path: Path) -> None:
     root = tmp_path / "c"
     run = Checkpoints(root, keep=0)
