@@ -10,8 +10,9 @@ def change_of_rate(config: Config, step: int, was: float | None, table: StageTab
     """Return a notice if step `step` had another learning rate, `was`, than this config gives to it, else None."""
     if was is None or was == learning_rate(step, config, table):
         return None
-    now = learning_rate(step + 1, config, table)
-    return f"with a schedule of {config.training.steps:,} steps the learning rate jumps from {was:.3g} to {now:.3g}"
+    now, training = learning_rate(step + 1, config, table), config.training
+    end = f"{training.tokens:,} tokens" if training.tokens else f"{training.steps:,} steps"
+    return f"with a schedule of {end} the learning rate jumps from {was:.3g} to {now:.3g}"
 
 
 def learning_rate(step: int, config: Config, table: StageTable | None = None) -> float:

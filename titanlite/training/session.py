@@ -14,6 +14,7 @@ from contextlib import suppress
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.check import last_step
 from titanlite.config.hugging_face import can_export
+from titanlite.data.stages import StageTable
 from titanlite.errors import FolderLostError
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.models.mistakes import blamed
@@ -62,7 +63,7 @@ class Session:
         finally:
             self.guard.close()
 
-    def ended(self, start: int, last: int) -> None:
+    def ended(self, start: int, last: int, table: StageTable) -> None:
         """Report that the run is finished, or what stopped it. Without a step to train, an earlier report remains."""
         config, console = self.asked.config, self.console
         console.show_newest()
@@ -79,7 +80,7 @@ class Session:
             self.status.stopped(last, by)
         if self.rank == 0 and not is_idle:
             took, is_told = time.monotonic() - self.began, can_export(config.model, self.asked.dims)
-            for line in last_lines(config, self.folder, last, took, is_told):
+            for line in last_lines(config, self.folder, last, took, is_told, table):
                 console.notice(line)
 
     def interrupted(self) -> None:

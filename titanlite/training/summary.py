@@ -15,6 +15,7 @@ from titanlite.config.stages import SOLE
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs, order_in_words
+from titanlite.data.stages import StageTable
 from titanlite.errors import TitanliteError
 from titanlite.observe.console import WIDTH, duration
 from titanlite.observe.metric_table import METRICS
@@ -72,7 +73,9 @@ def _of_mixture(mixture: Mixture) -> list[str]:
     ]
 
 
-def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can_export: bool) -> list[str]:
+def last_lines(
+    config: Config, folder: RunFolder, last: int, seconds: float, can_export: bool, table: StageTable
+) -> list[str]:
     """Return lines about the time up to step `last`, the lowest losses of the run, and possible next commands."""
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # a damaged file is reported elsewhere, or at the next start
@@ -86,9 +89,7 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
         lines.append(_line("resume", _resume(config, folder, last)))
     elif saved:
         lines.append(_line("longer", _resume(config, folder, last)))
-        longer = replace(config, training=replace(config.training, steps=2 * config.training.steps))
-        counts_steps = not config.training.tokens and not config.data.stage  # else the next start reports it
-        if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config))):
+        if not config.data.stage and (text := _jump(config, last, table)):  # of stages the next start reports it
             lines.append(_line("", text))
     lines.append(_line("compare", _pasteable("titanlite", "compare", path)))
     if saved and can_export:
@@ -97,6 +98,13 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
         find_trained_model("titanlite generate", folder.path, None, None, averaged=False)
         lines.append(_line("generate", _pasteable("titanlite", "generate", path, "--prompt", _prompt(config))))
     return lines
+
+
+def _jump(config: Config, last: int, table: StageTable) -> str | None:
+    """Return a notice if the learning rate jumps where a run of twice as many steps or tokens goes on, else None."""
+    training = config.training
+    twice = replace(training, steps=2 * training.steps, tokens=training.tokens and 2 * training.tokens)
+    return change_of_rate(replace(config, training=twice), last, learning_rate(last, config, table), table)
 
 
 def _prompt(config: Config) -> str:

@@ -178,7 +178,7 @@ def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitSt
         for measure in loop.measures(start) if state.validation_due else ():
             measure(start)
         last = loop.train(start)
-    session.ended(start, last)
+    session.ended(start, last, table)
 
 
 def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:

@@ -141,7 +141,7 @@ def test_new_weights_begin_a_stage_and_a_branch_goes_on(desk: "Desk", capsys: py
     desk.rerun(branch)
     annealed = ended(desk, "branch")
     # The run's own rate fell from 300 tokens on to a tenth of the peak at 1,024; the branch's is still the peak.
-    jump = f"with a schedule of 8 steps the learning rate jumps from {2e-3 * (1 - 0.9 * 340 / 724):.3g} to 0.002"
+    jump = f"with a schedule of 1,024 tokens the learning rate jumps from {2e-3 * (1 - 0.9 * 340 / 724):.3g} to 0.002"
     assert jump in capsys.readouterr().out
     assert annealed.output.count(jump) == 1
     assert f"branches off {path}: weights, optimizer and place in the data, after step 6" in annealed.output

@@ -6,17 +6,27 @@ from pathlib import Path
 import pytest
 
 from titanlite.commands.generate import COMMAND as GENERATE
-from titanlite.config.schema import Config, Validation
+from titanlite.config.schema import Config, LRScheduler, Training, Validation
+from titanlite.data.stages import stage_table
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.training.summary import _prompt, last_lines
+from titanlite.training.summary import _jump, _prompt, last_lines
 
 
 def test_a_command_that_takes_several_lines_is_one_for_the_shell(tmp_path: Path) -> None:
     folder = tmp_path / "a run" / ("x" * 100)
-    line = next(line for line in last_lines(Config(), RunFolder(folder), 1, 1.0, False) if line.startswith("compare"))
+    lines = last_lines(Config(), RunFolder(folder), 1, 1.0, False, stage_table(Config(), 1))
+    line = next(line for line in lines if line.startswith("compare"))
     assert "\n" in line
     script = f"titanlite() {{ printf '%s,' \"$@\"; }}\n{line.removeprefix('compare').strip()}"
     assert subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout == f"compare,{folder},"
+
+
+@pytest.mark.parametrize(("tokens", "twice"), [(0, "8 steps"), (64, "128 tokens")])
+def test_a_longer_run_says_where_its_rate_jumps(tokens: int, twice: str) -> None:
+    training = Training(seq_len=8, steps=4, tokens=tokens, global_batch_size=2)
+    config = Config(training=training, lr_scheduler=LRScheduler(warmup_steps=0))
+    told = _jump(config, 4, stage_table(config, 1))
+    assert str(told).startswith(f"with a schedule of {twice} the learning rate jumps from ")
 
 
 @pytest.mark.parametrize(
