@@ -10,6 +10,8 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -29,6 +31,16 @@ def append_plain(path: Path) -> TextIO:
     lines = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     # Half a surrogate pair in a text cannot be encoded in UTF-8.
     return open(lines, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Within the context, give an OSError of an open file, such as of a write to it, the path of the file."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
 
 
 def is_at(path: Path, file: int) -> bool:

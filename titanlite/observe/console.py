@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from titanlite.durable import append_plain
+from titanlite.durable import append_plain, named
 from titanlite.errors import TitanliteError
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import Row, is_of_step
@@ -64,7 +64,8 @@ class Console(Observer):
         is_verbose: bool = False,
     ) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
-        self._file = append_plain(log_folder / f"rank{rank}.log")
+        self._path = log_folder / f"rank{rank}.log"
+        self._file = append_plain(self._path)
         self._rank, self._total = rank, total_steps
         self._stream = None if local_rank else stream or sys.stdout  # also None once writing has failed
         self._work: Callable[[int], float] = float  # step → work done up to its end
@@ -161,7 +162,8 @@ class Console(Observer):
         self.show_newest()
         if self._bar:
             self._draw(self._bar[0].stop)
-        self._file.close()
+        with named(self._path):
+            self._file.close()
 
     def _warn_of_wait(self) -> None:
         """Warn, once per process, if recent steps spent too large a share of their time on waiting for data."""
@@ -178,7 +180,8 @@ class Console(Observer):
         return self._is_verbose or is_next or not self._shown_step or step == self._total
 
     def _log(self, text: str) -> None:
-        self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {escaped(redact(text))}\n")
+        with named(self._path):
+            self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {escaped(redact(text))}\n")
 
     def _show(self, text: str, style: str = "", is_row: bool = False) -> None:
         """Write to the terminal, above the progress bar. `is_row`: of metrics, whose labels are dimmed."""

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.durable import append_plain, earlier, read_plain, write_durably
+from titanlite.durable import append_plain, earlier, named, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.observe.metric_table import AXES, METRICS
@@ -65,19 +65,22 @@ class RowsFile(Observer):
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
             self.last_step = max((row["step"] for row in kept if is_of_step(row)), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = append_plain(path)
+        self._path, self._file = path, append_plain(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append one row and hand it to the operating system."""
-        self._file.write(json.dumps(row) + "\n")
+        with named(self._path):
+            self._file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
         """Wait until all rows are on disk."""
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self, has_failed: bool = False) -> None:
         """Close the file. `has_failed` is ignored."""
-        self._file.close()
+        with named(self._path):
+            self._file.close()
 
 
 class MetricsFile(RowsFile):

@@ -188,15 +188,14 @@ class RunFolder:
             yield
         except OSError as e:
             is_inside = isinstance(e.filename, str) and Path(e.filename).is_relative_to(self.path)
-            # The error of a write to an open file names no file.
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             self.require_ours()
             free, make_room = disk_space_in(self.path)
             raise ConfigError.of(
                 str(self.path),
-                "a file",
-                f"{e}; {free} in this folder",
+                str(e.filename or "a file"),
+                f"{e.strerror or e}; {free} in this folder",
                 "a folder that takes the run's log, metrics and status, on a disk and in a quota with room for them",
                 f"{make_room}, or clear the file's place, and start again: the run goes on from its last checkpoint",
             ) from e

@@ -167,7 +167,7 @@ ENDS = {
     "another rank is killed": End(
         at_step(3, kill(signal.SIGKILL), 1), [1, -signal.SIGKILL], failed("ChildProcessError", 1), (_GONE,)
     ),
-    "a full disk": End(full_disk, [2, 1], failed("ConfigError"), ("a file = [Errno 27] File too large; ",)),
+    "a full disk": End(full_disk, [2, 1], failed("ConfigError"), ("metrics.jsonl = File too large; ",)),
 }
 
 

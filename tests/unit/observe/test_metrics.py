@@ -1,13 +1,22 @@
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.support.run_folder import STEP
+from titanlite.errors import ConfigError
+from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, RunError, read_metrics
+from titanlite.preflight.run_folder import RunFolder
+
+FULL = Path("/dev/full")
 
 
 def write_steps(path, steps, resume_step):
@@ -140,3 +149,21 @@ print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_with_the_path_of_the_file(tmp_path):
+    file, log = MetricsFile(tmp_path / "metrics.jsonl", 0), Console(0, 0, 10, tmp_path, io.StringIO())
+    for written in (file._file, log._file):
+        full = os.open(FULL, os.O_WRONLY)
+        os.dup2(full, written.fileno())
+        os.close(full)
+    for fails, path in ((partial(file.write, {"step": 1}), file._path), (partial(log.notice, "text"), log._path)):
+        with (
+            pytest.raises(ConfigError, match=f"{re.escape(str(path))} = No space left on device; "),
+            RunFolder(tmp_path).write_errors_explained(),
+        ):
+            fails()
+    for each in (file, log):  # what was not written is tried again
+        with pytest.raises(OSError, match=re.escape(str(each._path))):
+            each.close()
