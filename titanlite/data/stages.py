@@ -149,7 +149,9 @@ def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None
     tokens = past.tokens
     trained = {row.asked.from_tokens: row.asked for row in past.rows}  # the last row of each stage
     by_start = {stage.from_tokens: stage for stage in asked}
-    goes_on = max(start for start in by_start if start <= tokens)
+    done = tokens - last.asked.tokens_per_step if past.samples > last.from_sample else tokens
+    too_early = [start for start in by_start if start not in trained and start <= done]
+    goes_on = max(start for start in (*by_start, *trained) if start <= tokens and start not in too_early)
     for start, was in trained.items():
         stage = by_start.get(start)
         if stage is None:
@@ -161,11 +163,10 @@ def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None
             want = f"what was trained, for {tokens:,} tokens are behind"
             fix = f"change a stage that goes on: one from {goes_on} tokens, or from {tokens} tokens on"
             problems.append(Problem(where, saw, want, fix))
-    done = tokens - last.asked.tokens_per_step if past.samples > last.from_sample else tokens
-    for start, stage in by_start.items():
-        if start not in trained and start <= done:
-            want = f"at least {tokens}, the tokens that are behind: the past cannot be trained otherwise"
-            problems.append(Problem(f"data.stage[{stage.at}].from_tokens", str(start), want, f"from_tokens = {tokens}"))
+    for start in too_early:
+        where, fix = f"data.stage[{by_start[start].at}].from_tokens", f"from_tokens = {tokens}"
+        want = f"at least {tokens}, the tokens that are behind: the past cannot be trained otherwise"
+        problems.append(Problem(where, str(start), want, fix))
     new = [stage for start, stage in by_start.items() if start not in trained and done < start <= tokens]
     problems += [_without_step(stage, passed) for passed, stage in pairwise(new)]
     if problems:

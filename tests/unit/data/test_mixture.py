@@ -174,6 +174,19 @@ def test_another_past_is_refused(weights: tuple[float, float], stages: tuple[Sta
         stage_table(config_of(dict(zip("ab", weights, strict=True)), stages), 1, past)
 
 
+def test_a_stage_that_is_refused_is_not_one_that_goes_on() -> None:
+    past = trained(config_of({"a": 3, "b": 1}), 30)
+    early, late = (config_of({"a": 1, "b": 1}, (Stage(at, {"a": 1.0, "b": 4.0}),)) for at in (160, 960))
+    with pytest.raises(ConfigError, match=r"1 problem\n  data.stage\[0\].from_tokens = 160\n.*at least 960") as refused:
+        stage_table(early, 1, past)
+    assert "goes on" not in str(refused.value)
+    with pytest.raises(ConfigError, match="change a stage that goes on: one from 960 tokens"):
+        stage_table(late, 1, past)
+    past = trained(config_of({"a": 3, "b": 1}, (EVEN,)), 30)
+    with pytest.raises(ConfigError, match=r"3 problems(.|\n)*one from 320 tokens(.|\n)*from_tokens = 160\n"):
+        stage_table(early, 1, past)  # what was trained from 320 tokens on is missing
+
+
 def test_weights_of_the_stage_that_goes_on_may_change() -> None:
     past = trained(config_of({"a": 3, "b": 1}, (EVEN,)), 20)
     table = stage_table(config_of({"a": 3, "b": 1}, (Stage(320, {"a": 1.0, "b": 4.0}),)), 1, past)
