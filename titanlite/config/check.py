@@ -194,7 +194,8 @@ def _check_names(config: Config, problems: Problems) -> None:
         check_file(key, file, problems)
     if (url := config.checkpoint.mirror) and (not is_url(url) or is_chained(url) or url.startswith("memory:")):
         want = "the URL of a folder in a store that fsspec knows, and that outlasts the run"
-        refuse("checkpoint.mirror", want, f'mirror = "s3://bucket/{name}"')
+        meant = f"file://{url}" if url.startswith("/") else f"s3://bucket/{name}"
+        refuse("checkpoint.mirror", want, f'mirror = "{meant}"')
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         fix = f'wandb_project = "{Config().metrics.wandb_project}" (the default)'
         refuse("metrics.wandb_project", "the name of a project", fix)
