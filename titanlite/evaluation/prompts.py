@@ -37,6 +37,9 @@ def encode_prompts(
             raise DataError.of("prompts", key, saw, want, "another text") from error
         if len(ids) + limit > capacity:
             want = f"at most {capacity} tokens with the {limit} that are added; it has {len(ids)}"
-            raise DataError.of("prompts", key, saw, want, f"a shorter text, or a smaller {limit_key}")
+            fixes = [f"a text of at most {capacity - limit} tokens"] if limit < capacity else []
+            fixes += [f"{limit_key} of at most {capacity - len(ids)}"] if len(ids) < capacity else []
+            fix = ", or ".join(fixes) or f"a shorter text and a smaller {limit_key}"
+            raise DataError.of("prompts", key, saw, want, fix)
         encoded.append(ids)
     return encoded

@@ -67,3 +67,17 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
 def test_what_is_no_text_is_refused() -> None:
     with pytest.raises(DataError, match="a text in Unicode"):
         encode_prompts(["caf\udcff"], ByteTokenizer(), 6, 80, "--prompt", "--tokens")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "fix"),
+    [
+        ("abc", 6, "a text of at most 2 tokens, or --tokens of at most 5"),
+        ("a", 8, "--tokens of at most 7"),
+        ("a" * 8, 6, "a text of at most 2 tokens"),
+        ("a" * 8, 8, "a shorter text and a smaller --tokens"),
+    ],
+)
+def test_the_fix_of_a_prompt_that_is_too_long_is_possible(prompt: str, limit: int, fix: str) -> None:
+    with pytest.raises(DataError, match=rf"fix:  {fix}$"):
+        encode_prompts([prompt], ByteTokenizer(), limit, 8, "--prompt", "--tokens")
