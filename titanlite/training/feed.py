@@ -20,8 +20,8 @@ from titanlite.training.data_check import DataCheck
 from titanlite.training.data_wait import DataWait
 
 
-class _StopAskedError(Exception):
-    """The run was asked to stop while this rank waits for data."""
+class StopAskedError(Exception):
+    """The run was asked to stop while this rank waits for data, or while all ranks measure."""
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Feed:
     context: DeviceMesh | None  # of the ranks that split sequences with this rank; None: sequences are not split
     watchdog: Watchdog
     stops: Callable[[], bool]  # whether this rank is asked to stop, as by a signal
+    saves: bool = True  # whether a stop saves a checkpoint, so that a measurement can be made later
     is_empty: bool = False  # whether this rank has run out of data, and gives padding
 
     @property
@@ -48,7 +49,7 @@ class Feed:
             try:
                 with span(DATA_WAIT):
                     found = self.batches.next(self._while_waiting)
-            except _StopAskedError:
+            except StopAskedError:
                 pass
             except DataError as damage:
                 self.check.met = damage
@@ -56,10 +57,14 @@ class Feed:
         return self.batches.padding(step) if self.is_empty else found
 
     def held_out(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
-        """Yield the batches of a validation; padding in place of the first damaged batch and all later batches."""
+        """Yield the batches of a validation; padding in place of the first damaged batch and all later batches.
+
+        Raises:
+            StopAskedError: as `measuring`.
+        """
         found, is_damaged = iter(batches), False
         for _ in range(len(batches)):
-            self.watchdog.progress(step, "validation")  # the time limit is per batch
+            self.measuring(step, "validation")
             batch = None
             if not is_damaged:
                 try:
@@ -68,6 +73,20 @@ class Feed:
                     self.check.met = damage
                 is_damaged = self._one_lacks(batch is None)
             yield batches.padding() if is_damaged or batch is None else batch
+
+    def measuring(self, step: int, what: str) -> None:
+        """Begin the next batch or token of a validation or evaluation, whose time limit is that of a step. Collective.
+
+        Raises:
+            StopAskedError: on every rank, if any is asked to stop. The measurement is to be made again.
+        """
+        self.watchdog.progress(step, what)
+        if not self.saves:
+            return
+        asked = torch.tensor(int(self.stops()))
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked:
+            raise StopAskedError
 
     def _one_lacks(self, lacks: bool) -> bool:
         """Return whether a rank of `context`, or this rank, lacks a batch: then all ranks of `context` use padding."""
@@ -80,5 +99,5 @@ class Feed:
 
     def _while_waiting(self, seconds: float) -> None:
         if self.asks_to_stop or self.wait.others_stop():
-            raise _StopAskedError
+            raise StopAskedError
         self.wait.wait(seconds, lambda: self.watchdog.progress(self.batches.step + 1, "data"))

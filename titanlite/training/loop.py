@@ -33,7 +33,7 @@ from titanlite.observe.watchdog import Watchdog
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
 from titanlite.training.data import HeldOut
-from titanlite.training.feed import Feed
+from titanlite.training.feed import Feed, StopAskedError
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.samples import Sampler
@@ -67,6 +67,7 @@ class Loop:
     watchdog: Watchdog
     folder: RunFolder
     identity_of_data: Mapping[str, Any]  # hashes of the data, for checkpoints
+    measures_due: bool = False  # whether the measurements after the newest step are left to the next start
     losses: tuple[int, dict[str, float]] = (0, {})  # of the newest validation: its step, and its finite losses by key
 
     def train(self, start: int) -> int:
@@ -121,12 +122,11 @@ class Loop:
                 complete_receipt(self.run, self.folder, report.console, feed.batches.is_masked)
             if due.numerics:
                 self.float8_numerics(step, micro_batches[0])
-            postpones_measures = bool(due.measures) and stopping and step < config.training.steps
-            if not postpones_measures:
-                for measure in due.measures:
-                    measure(step)
+            postpones = stopping and step < config.training.steps
+            self.measures_due = bool(due.measures) and (postpones or not self.measure(step))
+            stopping = stopping or self.measures_due
             if due.save or (stopping and config.checkpoint.enable):
-                self._save(step, validation_due=postpones_measures)
+                self._save(step, validation_due=self.measures_due)
             if due.trace == "begin":
                 self._profile(step)
             if self.background is not None:
@@ -180,12 +180,21 @@ class Loop:
             found.append(self.evaluate)
         return found
 
+    def measure(self, step: int) -> bool:
+        """Make the measurements that are due after a step; return False if a signal left some to the next start."""
+        try:
+            for measure in self.measures(step):
+                measure(step)
+        except StopAskedError:
+            return False
+        return True
+
     def evaluate(self, step: int) -> None:
         """Evaluate the model, and log its accuracy in each task, the same on every rank."""
         assert self.evaluation is not None  # noqa: S101
         (evaluator, freq), run, began = self.evaluation, self.run, time.monotonic()
         with self._phase(step, "evaluation", EVALUATION, freq):
-            scores = evaluator.score(run.model, run.mesh, lambda: self.watchdog.progress(step, "evaluation"))
+            scores = evaluator.score(run.model, run.mesh, lambda: self.feed.measuring(step, "evaluation"))
         self.report.evaluation(step, scores, time.monotonic() - began, freq)
 
     def validate(self, step: int) -> None:
@@ -210,10 +219,10 @@ class Loop:
             self.report.samples(step, samples)
 
     def _samples(self, step: int) -> list[Sample]:
-        """Continue the texts of `validation.samples`, if there are any. Each token is progress for the watchdog."""
+        """Continue the texts of `validation.samples`, if there are any."""
         if self.sampler is None:
             return []
-        return self.sampler.samples(lambda _: self.watchdog.progress(step, "validation"))
+        return self.sampler.samples(lambda _: self.feed.measuring(step, "validation"))
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
         """Return the validation metrics of each held-out source. `of` ends their keys: "_ema" for averaged weights."""

@@ -63,11 +63,18 @@ class Session:
         finally:
             self.guard.close()
 
-    def ended(self, start: int, last: int, table: StageTable) -> None:
-        """Report that the run is finished, or what stopped it. Without a step to train, an earlier report remains."""
+    def ended(self, start: int, last: int, table: StageTable, measures_due: bool) -> None:
+        """Report that the run is finished, or what stopped it. Without a step to train, an earlier report remains.
+
+        Args:
+            start: the last step of earlier starts.
+            last: the last step done.
+            table: the run's stages.
+            measures_due: whether the measurements after the last step are left to the next start.
+        """
         config, console = self.asked.config, self.console
         console.show_newest()
-        is_idle, is_finished = start >= last_step(config), last >= config.training.steps
+        is_idle, is_finished = start >= last_step(config), last >= config.training.steps and not measures_due
         if is_idle and self.status.idle(is_finished):
             return
         if is_finished:

@@ -160,7 +160,7 @@ def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitSt
     wait = DataWait(data, run.dims.vocab_size, run.receipt, console, session.rank == 0, shared_wait)
     loop = Loop(
         run=run,
-        feed=Feed(batches, data_check, wait, run.mesh.context, watchdog, stops),
+        feed=Feed(batches, data_check, wait, run.mesh.context, watchdog, stops, config.checkpoint.enable),
         validation=validation,
         sampler=Sampler(asked, run) if config.validation.samples else None,
         evaluation=evaluation,
@@ -175,10 +175,9 @@ def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitSt
     session.stop.begin_steps()
     cleanup.callback(session.stop.close)
     with explained(lambda: run.memory, run.save_list, device):
-        for measure in loop.measures(start) if state.validation_due else ():
-            measure(start)
-        last = loop.train(start)
-    session.ended(start, last, table)
+        loop.measures_due = state.validation_due and not loop.measure(start)
+        last = start if loop.measures_due else loop.train(start)
+    session.ended(start, last, table, loop.measures_due)
 
 
 def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.launched import REPOSITORY, Desk, Ended, torchrun, wait_for_step
 from tests.support.needs import slow
-from titanlite.training import loop, stop, train
+from titanlite.training import feed, loop, stop, train
 
 VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
 
@@ -65,6 +65,43 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     kept = [[{k: row[k] for k in timeless if k in row} for row in run.rows] for run in (rest, undisturbed)]
     assert kept[0] == kept[1]
     assert rest.content(10) == undisturbed.content(10)
+
+
+def test_a_signal_in_a_validation_leaves_it_to_the_next_start(desk: Desk, undisturbed: Ended) -> None:
+    """To one rank of two, in the second of two batches: nothing of it is logged, and nothing of the run is lost."""
+
+    def plant() -> None:
+        take = feed.Feed.measuring
+
+        def counted(self: feed.Feed, step: int, what: str) -> None:
+            now.append(step)
+            if len(now) == 2 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            take(self, step, what)
+
+        now: list[int] = []
+        feed.Feed.measuring = counted
+
+    run = desk.run("in a validation", 2, *VALIDATE, plant=plant)
+    assert (run.status["state"], run.status["step"], run.checkpoints()) == ("stopped", 4, [4])
+    assert not [row for row in run.rows if "validation_loss" in row]
+    rest = desk.run("in a validation", 2, *VALIDATE, "--job.stop_after=10")
+    told = [
+        [(row["step"], row["validation_loss"]) for row in run.rows if "validation_loss" in row]
+        for run in (rest, undisturbed)
+    ]
+    assert told[0] == told[1]
+    assert rest.content(10) == undisturbed.content(10)
+
+
+def test_a_signal_in_the_last_validation_leaves_it_to_the_next_start(desk: Desk) -> None:
+    steps = (*VALIDATE, "--training.steps=6")
+    run = desk.run("last of all", 1, *steps, plant=at_step(6, kill(signal.SIGTERM)))
+    assert (run.status["state"], run.status["step"], run.checkpoints()) == ("stopped", 6, [6])
+    assert "stopped by SIGTERM after step 6" in run.output
+    again = desk.run("last of all", 1, *steps)
+    assert again.status["state"] == "finished"
+    assert [row["step"] for row in again.rows if "validation_loss" in row] == [4, 6]
 
 
 @pytest.mark.slow
