@@ -46,10 +46,11 @@ class Guard:
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # prints the stacks at the guard's SIGABRT
 
-    def runs(self, limit_s: float) -> None:
-        """Report to the guard process that this rank is alive. It kills a rank that is silent for `limit_s` seconds."""
+    def runs(self, limit_s: float, step: int = 0) -> None:
+        """Report to the guard process that this rank is alive, and has done `step`. It kills a rank that is silent for
+        `limit_s` seconds."""
         with suppress(OSError, ValueError):  # the guard process has ended, or does not read
-            self._pipe.write(f"{limit_s}\n".encode())
+            self._pipe.write(f"{limit_s} {step}\n".encode())
 
     def close(self) -> None:
         """Make the guard process exit without a report, because `status.json` records the end of the run."""
@@ -64,7 +65,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # exit only when the rank does
     status, rank, process = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    limit_s, idle_s = math.inf, 0.0
+    limit_s, idle_s, step = math.inf, 0.0, 0
     run: dict[str, Any] = {}
     while True:
         if select.select([0], [], [], _LOOK_S)[0]:  # read the rank's messages, even if it has ended since
@@ -72,7 +73,8 @@ def main() -> None:
                 break
             if received.endswith(_CLOSED):
                 return
-            limit_s, idle_s = float(received.split()[-1]), 0.0
+            *_, limit, newest = received.split()
+            limit_s, idle_s, step = float(limit), 0.0, int(newest)
             run = run or _run_of(status)
         elif os.getppid() != process:
             break
@@ -80,11 +82,11 @@ def main() -> None:
             idle_s += _LOOK_S
         if idle_s > limit_s:
             text = f"rank {rank} made no progress for {idle_s:.0f} s, in native code that keeps the interpreter"
-            _say_failed(status, run, rank, "TimeoutError", text)
+            _say_failed(status, run, rank, "TimeoutError", text, step)
             _end_process(process, text)
             return
     text = f"rank {rank} (process {process}) ended without a word: it was killed, for want of memory say, or crashed"
-    _say_failed(status, run, rank, "ChildProcessError", text)
+    _say_failed(status, run, rank, "ChildProcessError", text, step)
 
 
 def _run_of(status: Path) -> dict[str, Any]:
@@ -102,8 +104,8 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
-def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
-    """Write the failure to status.json, unless this file is of another run, or already records the end of this run.
+def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str, step: int = 0) -> None:
+    """Write the failure, after `step` (0: as the file says), to status.json, unless this file is of another run, or already records the end of this run.
 
     A recorded ConnectionError is replaced, since a rank only fails with it after another rank has ended.
     """
@@ -112,7 +114,9 @@ def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message
         is_open = content["state"] == "running" or content.get("error", {}).get("type") == "ConnectionError"
         if is_open and run.items() <= content.items() and run:
             error = {"type": kind, "message": message, "rank": rank}
-            write_status(status, content | {"state": "failed", "error": error, "updated": now()}, rank)
+            newest = {"step": step} if step else {}  # of the last seconds: the file may be ten seconds old
+            failed = {"state": "failed", **newest, "error": error, "updated": now()}
+            write_status(status, content | failed, rank)
 
 
 def _end_process(process: int, text: str) -> None:

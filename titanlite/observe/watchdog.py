@@ -135,7 +135,7 @@ class Watchdog:
                 asked_since = seen.since
                 threading.Thread(target=self._ask, args=(self._stall_report, seen, idle), daemon=True).start()
             if self._guard:
-                self._guard.runs(timeout_s + _LAST_WORDS_S)
+                self._guard.runs(timeout_s + _LAST_WORDS_S, self._status.step if self._status else 0)
             if self._closed.wait(min(_LOOK_S, ask_s / 8, timeout_s - idle)):
                 return
 

@@ -104,7 +104,7 @@ def native_code_that_hangs():
 Status(folder / "status.json")
 guard, told = Guard(folder / "status.json", 0), threading.Event()
 runs = guard.runs
-guard.runs = lambda limit_s: (runs(limit_s), told.set())
+guard.runs = lambda *given: (runs(*given), told.set())
 with Watchdog(2, log, rank=0, guard=guard):
     told.wait()
     native_code_that_hangs()
@@ -191,12 +191,13 @@ import os, signal
 Status(folder / "status.json", 7)
 guard = Guard(folder / "status.json", {rank})
 guard.runs(100)
+guard.runs(100, 9)
 until_read(guard)
 {end}
 """,
     )
     content = wait_for_end(tmp_path)
-    assert (content["state"], content["step"], content["error"]["rank"]) == ("failed", 7, rank)
+    assert (content["state"], content["step"], content["error"]["rank"]) == ("failed", 9, rank)
     assert re.match(rf"rank {rank} \(process \d+\) ended without a word", content["error"]["message"])
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
