@@ -105,9 +105,10 @@ def _is_stopped(process: int) -> bool:
 
 
 def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str, step: int = 0) -> None:
-    """Write the failure, after `step` (0: as the file says), to status.json, unless this file is of another run, or already records the end of this run.
+    """Write the failure to status.json, unless this file is of another run, or already records the end of this run.
 
-    A recorded ConnectionError is replaced, since a rank only fails with it after another rank has ended.
+    `step`: the newest one done; 0: as the file says. A recorded ConnectionError is replaced, since a rank only fails
+    with it after another rank has ended.
     """
     with suppress(OSError, ValueError), one_writer(status):
         content = read_status(status)

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,7 +21,6 @@ from tests.support.compile_only import compiling, fake_channel
 from tests.support.ranks import world_group
 from titanlite import recipes
 from titanlite.float8.experts import _Float8Experts
-from titanlite.forecast.trace import _Peak
 from titanlite.kernels import expert_windows, routing
 from titanlite.kernels.expert_windows import Window, first_window, in_windows, window_rows, windows
 from titanlite.kernels.experts import PLAIN, _Experts
@@ -87,6 +91,24 @@ def test_windows_have_each_row_once_and_the_first_is_found_without_waiting() -> 
 BF16 = torch.bfloat16
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes that are alive at once of what operations make, without the storages of the tensors `given`."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.bytes, self._made = 0, list[tuple[StorageWeakRef, int]]()
+        self._apart = {t.untyped_storage()._cdata for t in given}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = self._apart | {ref.cdata for ref, _ in self._made}
+        storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        self._made += [(StorageWeakRef(s), s.nbytes()) for s in storages if s._cdata not in known]
+        self._made = [(ref, size) for ref, size in self._made if not ref.expired()]
+        self.bytes = max(self.bytes, sum(size for _, size in self._made))
+        return out
+
+
 def test_of_a_later_window_backward_holds_the_results_alone_while_it_computes_the_next() -> None:
     """The forecast of the worst routing counts the gradients of experts' weights once, beside those of all windows."""
     T, K, G, D, F, W = 8, 4, 4, 64, 128, 8
@@ -95,7 +117,7 @@ def test_of_a_later_window_backward_holds_the_results_alone_while_it_computes_th
     weights, (_, *later) = torch.ones(T, K), windows(offsets, W)
     stored, peaks = [torch.zeros_like(w) for w in drawn[2:]], list[int]()
     for n in (1, 3):
-        with _Peak([slots, offsets, weights, *drawn, *stored]) as peak:
+        with Peak([slots, offsets, weights, *drawn, *stored]) as peak:
             of = slots, offsets, weights, [*drawn], *stored, PLAIN
             parts = [*expert_windows._later_gradients(later[:n], W, *of)]
         peaks.append(peak.bytes)

@@ -77,7 +77,7 @@ def test_a_rank_that_ended_before_its_guard_was_awake_is_named(tmp_path):
     Status(path)
     gone = "0"  # nobody's child
     code = "from titanlite.observe import guard; guard.main()"
-    subprocess.run([sys.executable, "-c", code, str(path), "1", gone], input=b"60.0\n", check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code, str(path), "1", gone], input=b"60.0 0\n", check=True, timeout=300)
     assert (read(path)["error"]["type"], read(path)["error"]["rank"]) == ("ChildProcessError", 1)
 
 
