@@ -4,6 +4,7 @@ The entries come from the run itself: dtypes from its tensors, the attention bac
 memory from the allocator.
 """
 
+import math
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -19,13 +20,14 @@ from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_cost import rule_costs
 from titanlite.forecast.choose_save_list import in_words
-from titanlite.forecast.memory import GIB
+from titanlite.forecast.memory import GIB, usable
+from titanlite.forecast.search import LEAST
 from titanlite.kernels.attention import attention_kernel
 from titanlite.kernels.grouped_matmul import grouped_kernel
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.console import Console
-from titanlite.observe.memory import memory_gib
+from titanlite.observe.memory import is_allocators, memory_gib
 from titanlite.parallel.compile import compile_entry
 from titanlite.parallel.fsdp import dtype_of_reduction, units_of
 from titanlite.parallel.kept_state import state_of, written
@@ -40,7 +42,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
     `is_masked`: whether samples of the step consist of separate documents.
 
     Raises:
-        StrictError: on every rank: a request was not applied, or the run exceeds its memory budget.
+        StrictError: on every rank: a request was not applied, or the run exceeds its memory budget on a GPU.
         RecipeError: on every rank: the save-list keeps attention without its q, k and v, or recomputes a forward that
             writes a buffer.
     """
@@ -91,24 +93,32 @@ def _save_list_entry(run: Run) -> Entry:
 
 
 def _memory(run: Run) -> tuple[Entry, Problem | None]:
-    """Return the entry of peak and predicted memory, and a problem if the peak exceeds the budget."""
+    """Return the entry of peak and predicted memory, and a problem if the peak on a GPU exceeds the budget."""
     peaks = torch.tensor(memory_gib(run.mesh.device), device=run.mesh.device)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)
     reserved, allocated = (round(gib, 2) for gib in peaks.tolist())
     predicted = round(run.predicted.total / GIB, 2) if run.predicted else "unknown"
-    applied = {"predicted_gib": predicted, "reserved_gib": reserved, "allocated_gib": allocated}
-    budget, key, over = run.config.activation_checkpoint.budget_gib, "activation_checkpoint.budget_gib", []
-    if budget is not None and reserved > budget:
-        over = [Skipped("peak", f"{reserved} GiB are reserved; predicted: {predicted}")]
-    entry = Entry("memory", budget, applied, count=1, skipped=tuple(over), key=key)
-    if budget is None or not over:
-        return entry, None
-    want = f"a peak of at most that; {over[0].why}"
-    less = "a save-list that keeps less"
-    if run.chosen is not None and reserved < 2 * budget:
-        less = f"budget_gib = {2 * budget - reserved:.2f}"
-    fix = f"{less}; job.strict = false trains on"
-    return entry, Problem(key, f"{budget:g}", want, fix)
+    applied: dict[str, object] = {"predicted_gib": predicted, "reserved_gib": reserved, "allocated_gib": allocated}
+    budget, key = run.config.activation_checkpoint.budget_gib, "activation_checkpoint.budget_gib"
+    if not is_allocators(run.mesh.device):
+        return Entry("memory", budget, applied | {"measured": "the process"}, count=1, key=key), None
+    if budget is None or reserved <= budget:
+        return Entry("memory", budget, applied, count=1, key=key), None
+    over = Skipped("peak", f"{reserved} GiB are reserved; predicted: {predicted}")
+    fix = _use_less(run, budget, reserved)
+    fix += "; job.strict = false trains on" if run.config.job.strict else ""
+    problem = Problem(key, f"{budget:g}", f"a peak of at most that; {over.why}", fix)
+    return Entry("memory", budget, applied, count=1, skipped=(over,), key=key), problem
+
+
+def _use_less(run: Run, budget: float, reserved: float) -> str:
+    """Return what would keep the peak within a budget: for `auto` a budget that is smaller by what was exceeded."""
+    if run.chosen is None:
+        return "a save-list that keeps less"
+    lower = math.floor((2 * budget - reserved) * 100) / 100
+    if run.memory.needed_under(LEAST) <= usable(lower):
+        return f"budget_gib = {lower:.2f}"
+    return "more ranks or a smaller batch: no save-list keeps so much less"
 
 
 def _dtypes(run: Run) -> Entry:

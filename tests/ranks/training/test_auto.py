@@ -1,6 +1,7 @@
 """`recipe = "auto"` in whole runs: what it chooses, writes and reports, and how runs end that find no room."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,14 @@ def least(memory) -> float:
     return (some + (whole - some) * 0.5 + memory.later_window) / usable(1)
 
 
-def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
-    def plant() -> None:
-        training_receipt.memory_gib = lambda device: (9.5, 9.25)
+def reserved_on_a_gpu(gib: float) -> None:
+    """Measure what a GPU's allocator would have reserved, and compare it as on a GPU."""
+    training_receipt.is_allocators = lambda device: True
+    training_receipt.memory_gib = lambda device: (gib, gib - 0.25)
 
+
+def test_more_than_the_budget_of_a_gpu_ends_the_run_before_step_2(desk: Desk) -> None:
+    plant = partial(reserved_on_a_gpu, 9.5)
     run = desk.run("over", 2, AUTO, budget(8), plant=plant, ends=2)
     assert "activation_checkpoint.budget_gib = 8\n" in run.output
     assert "want: a peak of at most that; 9.5 GiB are reserved; predicted: 0." in run.output
@@ -108,10 +113,29 @@ def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
     assert skipped["what"] == "peak"
     lenient = desk.run("lenient", 1, AUTO, budget(8), "--job.strict=false", *TWO_STEPS, plant=plant)
     assert len(lenient.steps) == 2
-    assert "warning: the run exceeds its memory budget" in lenient.output
+    warning = lenient.output.partition("warning: the run exceeds its memory budget")[2]
+    assert "fix:  budget_gib = 6.50\n" in warning
     assert lenient.receipt["memory"]["skipped"]
     named = desk.run("named", 1, "--activation_checkpoint.recipe=attention", budget(8), plant=plant, ends=2)
     assert "fix:  a save-list that keeps less; job.strict = false trains on" in named.output
+
+
+def test_no_budget_is_proposed_that_no_list_keeps_to(desk: Desk) -> None:
+    """The run is predicted to need 0.4 GiB at least, for slack."""
+    run = desk.run("far over", 1, AUTO, budget(8), plant=partial(reserved_on_a_gpu, 15.9), ends=2)
+    assert "fix:  more ranks or a smaller batch: no save-list keeps so much less; job.strict" in run.output
+
+
+def test_the_process_of_a_cpu_run_is_not_held_to_the_budget(desk: Desk) -> None:
+    def plant() -> None:
+        training_receipt.memory_gib = lambda device: (9.5, 9.25)
+
+    run = desk.run("cpu", 1, AUTO, budget(8), *TWO_STEPS, plant=plant)
+    assert len(run.steps) == 2
+    assert "exceeds its memory budget" not in run.output
+    memory = run.receipt["memory"]
+    assert (memory["applied"]["reserved_gib"], memory["applied"]["measured"]) == (9.5, "the process")
+    assert memory["skipped"] == []
 
 
 def full_in_a_step() -> None:
