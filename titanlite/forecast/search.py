@@ -390,12 +390,12 @@ def check_budget(model: MemoryModel, save_list: SaveList | None, origin: Origin,
     if needed <= usable(budget):
         return
     others = changes_that_fit(model, kept, usable(budget), of_device=False)
-    enough = math.ceil(needed / usable(1) * 10) / 10
+    enough = _rounded_up(needed / usable(1))
     room = (rates.device_gib - RESERVE_GIB) - model.symmetric_memory / GIB if rates else math.inf
     fixes = [f"--activation_checkpoint.budget_gib {enough}"] if enough <= room else []
     of = f"with {model.config.activation_checkpoint.recipe}" if save_list else "when blocks keep only their input"
     want = (
-        f"at least {enough}: {needed / GIB:.1f} are predicted {of}, and "
+        f"at least {enough}: {needed / GIB:.{_digits(enough)}f} are predicted {of}, and "
         f"{MARGIN:.1%} stay free as a margin for the prediction"
     )
     problems = Problems(origin)
@@ -403,6 +403,17 @@ def check_budget(model: MemoryModel, save_list: SaveList | None, origin: Origin,
     fix = fixes[0] if len(fixes) == 1 else "one of these" + "".join(f"\n          {each}" for each in fixes)
     problems.add("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
     problems.raise_all()
+
+
+def _digits(gib: float) -> int:
+    """Return after how many digits an amount of memory is cut off: it has three at least, and one after the point."""
+    return max(1, 2 - math.floor(math.log10(gib)))
+
+
+def _rounded_up(gib: float) -> float:
+    """Round an amount of memory up to as many digits as `_digits` says."""
+    n = _digits(gib)
+    return round(math.ceil(gib * 10**n) / 10**n, n)
 
 
 def _is_possible(candidate: Candidate) -> bool:

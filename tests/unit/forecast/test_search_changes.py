@@ -1,13 +1,16 @@
 """What is proposed fits: each flag is pasted behind the command and priced anew."""
 
+import re
+
 import pytest
 
 from tests.support.measured import MEASURED_CONFIGS
 from titanlite import recipes
 from titanlite.config.stages import sequences_per_step
+from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
-from titanlite.forecast.memory import GIB, MemoryModel, usable
+from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
 from titanlite.forecast.search import LEAST, changes_that_fit, check_budget, processes_that_fit
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.assemble import try_assembly
@@ -137,6 +140,20 @@ def test_a_budget_that_no_list_keeps_to_is_an_error_before_anything_is_built() -
         try_assembly(checked(*AUTO, "34.6", *flag), 4)
     with pytest.raises(ConfigError, match="more ranks: no other layout or batch fits 5 GiB"):
         try_assembly(checked(*AUTO, "5"), 4)
+
+
+def test_a_small_budget_is_named_exactly() -> None:
+    """It is the smallest of three digits that is accepted, and more than what is predicted."""
+    tiny = ["--config", str(shipped_folder("configs") / "debug.toml"), *AUTO]
+    with pytest.raises(ConfigError, match=r"want: at least 0\.\d\d\d: ") as error:
+        try_assembly(checked_run([*tiny, "0.1"], world_size=1), 1)
+    found = re.search(r"at least (\S+): (\S+) are predicted", str(error.value))
+    assert found is not None
+    enough, needed = map(float, found.groups())
+    assert needed == pytest.approx(enough * (1 - MARGIN), abs=0.001)
+    try_assembly(checked_run([*tiny, str(enough)], world_size=1), 1)
+    with pytest.raises(ConfigError):
+        try_assembly(checked_run([*tiny, str(enough - 0.001)], world_size=1), 1)
 
 
 def test_a_budget_holds_for_a_list_by_name_too() -> None:
