@@ -51,7 +51,9 @@ def pin(graph: Graph, annotations: Mapping[str, str], ranks: int) -> dict[Node, 
     for pattern, text in annotations.items():
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            # A pattern stands for all blocks, and so does what is suggested for it.
+            meant = [re.sub(r"\b\d+\b", "*", name, count=1) for name in names] if "*" in pattern else names
+            near = difflib.get_close_matches(pattern, meant, n=1, cutoff=0.0)
             want = "the name of a parameter, buffer or input, or @ and the name of a module"
             problems.append(Problem(pattern, text, want, f"did you mean {near[0]}?" if near else "remove it"))
         for name in found:

@@ -130,6 +130,11 @@ def test_annotations_that_cannot_be(annotations: dict[str, str], words: list[str
     assert all(word in message for word in words), message
 
 
+def test_a_name_for_all_blocks_is_suggested_where_one_was_meant() -> None:
+    message = refused(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [(4, 8)], {"*.wieght": "tp:0"})
+    assert "did you mean *.weight?" in message
+
+
 def test_a_scalar_has_nothing_to_split() -> None:
     message = refused_function(torch.neg, (), inputs_0="tp:0")
     assert 'want: "replicate": inputs_0 has no dims' in message
