@@ -151,7 +151,7 @@ class _Layers:
                     self.layers[layer] = replace(self.layers[layer], gathers=True)
                     continue
                 want = "one linear layer that gathers it; each would gather by itself"
-                fix = f"one Linear with the parts {', '.join(home.rpartition('.')[2] for home in homes)}"
+                fix = f"one Linear with all parts of {', '.join(home.rpartition('.')[2] for home in homes)}"
                 self._refuse(self._name(source), f"gathered for {', '.join(homes)}", want, fix)
             elif source in self.whole and need == _TOKENS and layer and node.target is aten.embedding.default and i:
                 self.layers[layer] = replace(self.layers[layer], takes_rows=True)

@@ -127,7 +127,7 @@ REFUSED = {
             ),
         ),
         r"= gathered for layers\.0\.attention\.wq, layers\.0\.attention\.wk, layers\.0\.attention\.wv\n"
-        r" +want: one linear layer .*\n +fix:  one Linear with the parts wq, wk, wv",
+        r" +want: one linear layer .*\n +fix:  one Linear with all parts of wq, wk, wv",
     ),
     "made from nothing, and split": (
         lambda model: setattr(model.layers[0].attention, "attend", Scores(model.layers[0].attention.attend)),
