@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -153,10 +154,14 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
 
 
 def _of_meta(file: Path, source: Source) -> str | None:
+    """Return the type of ids that a meta.json states, None without one or with another tool's; refuse a damaged one."""
     try:
-        stated = read_json(file)["dtype"]
-    except (OSError, ValueError, TypeError, KeyError):  # missing, or another tool's
+        content = read_json(file)
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError) as e:
+        raise source.refused(f": {file}: {e}", "a meta.json that can be read", "write it again, or delete it") from e
+    stated = cast("dict[str, object]", content).get("dtype") if isinstance(content, dict) else None
     return _readable(source, file, stated) if isinstance(stated, str) else None
 
 

@@ -220,12 +220,21 @@ def test_folders_of_different_types_are_refused(tmp_path: Path) -> None:
     assert open_files(tmp_path, 1000, source="*/*.bin").tokens == 200
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"dtype": 16}'])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"dtype": 16}'])
 def test_a_meta_json_that_is_somebody_elses_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / "in").mkdir()
     np.arange(100, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
     (tmp_path / "in" / "meta.json").write_text(content)
     assert open_files(tmp_path, 100).tokens == 100
+
+
+@pytest.mark.parametrize("content", [b"", b'{"dtype": "uint32"', b"\xff"])
+def test_a_damaged_meta_json_is_refused_as_it_may_have_stated_the_type(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in").mkdir()
+    np.arange(100, dtype="<u4").tofile(tmp_path / "in" / "a.bin")
+    (tmp_path / "in" / "meta.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"in/meta\.json: .*\n +want: a meta\.json that can be read\n +fix:  write"):
+        open_files(tmp_path, 256)
 
 
 def test_a_file_is_looked_through_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
