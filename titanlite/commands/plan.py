@@ -142,9 +142,11 @@ def _diff(argv: list[str]) -> int:
 
 def _device(given: Mapping[str, str], world: int | None) -> str:
     """Return the device of --device, or the default. Refuse an unknown one, and --device without --world."""
-    name = given.get(_DEVICE, DEFAULT_DEVICE)
-    if name.lower() not in DEVICES or (_DEVICE in given and world is None):
-        want = f"{' or '.join(DEVICES)}: there are no rates of another" if world else _NEEDS_WORLD
-        fix = f"{_DEVICE} {DEFAULT_DEVICE}, and --device-gib for its memory" if world else f"{_DEVICE} {name} --world 8"
+    name, with_world = given.get(_DEVICE, DEFAULT_DEVICE), "" if world else " --world 8"
+    if name.lower() not in DEVICES:
+        want = f"{' or '.join(DEVICES)}: there are no rates of another"
+        fix = f"{_DEVICE} {DEFAULT_DEVICE}{with_world}, and --device-gib for its memory"
         raise ConfigError.of("command line", _DEVICE, name, want, fix)
+    if _DEVICE in given and world is None:
+        raise ConfigError.of("command line", _DEVICE, name, _NEEDS_WORLD, f"{_DEVICE} {name}{with_world}")
     return name.lower()
