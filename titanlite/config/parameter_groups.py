@@ -171,9 +171,10 @@ def _excluded(
 
 def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Problems) -> None:
     names = one_of_all_blocks(parameters)
-    # Also patterns of common endings: "*attention_norm.weight", "*norm.weight", "*weight".
+    # Also patterns of common endings and beginnings: "*attention_norm.weight", "*norm.weight", "*weight"; "layers.*".
     ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
-    near = nearest(pattern, [*names, *ends])
+    begins = dict.fromkeys(name[: dot.start()] + ".*" for name in names for dot in re.finditer(r"(?<!\*)\.", name))
+    near = nearest(pattern, [*names, *ends, *begins])
     want = f"a pattern that matches a parameter: {', '.join(names[:4])}, …"
     problems.add(key, show(pattern), want, f"did you mean {show(near)}?" if near else "remove it")
 

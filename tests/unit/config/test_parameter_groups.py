@@ -131,6 +131,15 @@ def test_muons_own_keys_and_their_defaults() -> None:
     assert settings["norm.weight"].of_rule().keys() - second.keys() == {"beta1", "beta2", "eps"}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [("layer.*", "layers.*"), ("layers.*.expert.*", "layers.*.experts.*"), ("tok_embedding.*", "tok_embeddings.*")],
+)
+def test_the_nearest_pattern_is_suggested(pattern: str, meant: str) -> None:
+    said = refused(recipe_of(mine=group(pattern), rest=group()))
+    assert f'fix:  did you mean "{meant}"?' in said
+
+
 def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> None:
     (path := tmp_path / "mine.toml").write_text(
         'extends = "adamw"\nhelp = "Mine."\n\n[groups.norms]\nrule = "adamw"\npattern = ["*norms.weight"]\n'
