@@ -237,6 +237,21 @@ def test_rules_that_leave_something_to_later_rules_are_legal(tmp_path: Path) -> 
     assert [r.every for r in load("activation_checkpoint", str(path)).rules] == [1, 2, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("layers", "meant"),
+    [
+        ("3", 'layers = "3:4"'),
+        ('"3"', 'layers = "3:4"'),
+        ('"0-1"', 'layers = "0:2"'),
+        ('"first"', 'layers = "0:2", which is the first two blocks'),
+    ],
+)
+def test_blocks_that_are_no_slice_are_proposed_as_one(layers: str, meant: str, tmp_path: Path) -> None:
+    rule = f'[[rules]]\nop = "matmul"\naction = "save"\nlayers = {layers}\n'
+    path = write(tmp_path, "activation_checkpoint", "mine", SAVE_LIST + rule)
+    assert f"fix:  {meant}\n" in message("activation_checkpoint", path) + "\n"
+
+
 def test_a_save_list_extends_another(tmp_path: Path) -> None:
     rules = '[[rules]]\nop = "statistics"\naction = "save"\n'
     path = write(tmp_path, "activation_checkpoint", "mine", 'extends = "balanced"\nhelp = "mine"\n')

@@ -5,6 +5,7 @@ is converted for a float field, and a list for a tuple field.
 """
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -47,6 +48,7 @@ def from_table(
             meant = SYNONYMS.get(key, "").rpartition(".")[2]
             near = meant if meant in known else nearest(key, known)
             fix = suggest(path, value) or (f"did you mean {prefix}{near}?" if near else "remove it")
+            fix = "move it above the first table" if key == "extends" else fix
             problems.add(path, show(value), f"one of {', '.join(known)}", fix)
     for name, f in known.items():
         is_complete &= name in values or not is_required(f)
@@ -145,6 +147,8 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
         return f"{key} = {show(meant)}"
     if fix := answer_to_value(path, value):
         return fix
+    if re.fullmatch(r"rules\[\d+\]\.layers", path):
+        return repair_slice(value)
     for option in options:
         item = get_args(option)[0] if get_origin(option) is tuple else None
         if (item is str and isinstance(value, str)) or (get_origin(item) is tuple and isinstance(value, list)):
@@ -162,6 +166,15 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
         legal = f"{key} = {show(default)} (the default)"
         return f"choose one of these; {show(default)} is the default" if choices else legal
     return f"give {describe_type(hint)}"
+
+
+def repair_slice(value: object) -> str:
+    """Return advice on `layers` of a rule that is no slice: that of the block or the blocks that it names."""
+    numbers = re.fullmatch(r"(\d+)(?:\s*(?:-|\.\.)\s*(\d+))?", str(value).strip())
+    if not numbers:
+        return 'layers = "0:2", which is the first two blocks'
+    first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+    return f'layers = "{first}:{last + 1}"'
 
 
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

@@ -5,6 +5,7 @@ import re
 from typing import get_args
 
 from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.build import repair_slice
 from titanlite.config.problems import Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import (
@@ -129,7 +130,7 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
         try:
             rule.blocks(1)
         except ValueError:
-            refuse("layers", 'a slice of the blocks, as ":", "5:" or ":-2"', 'layers = ":" (the default)')
+            refuse("layers", 'a slice of the blocks, as ":", "5:" or ":-2"', repair_slice(rule.layers))
         if rule.op in decided or (rule.op == "experts" and "matmul" in decided):
             want = "an op that no earlier rule has decided; this rule can never match"
             refuse("op", want, "remove the rule, or move it up")

@@ -75,6 +75,7 @@ FIXES = {
     "checkpoint.async_mode = 'async_with_pinned_mem'": 'async_mode = "async"',
     "metrics.enable_wandb = true": 'this is torchtitan\'s; titanlite convert FILE writes metrics.wandb = "online"',
     "activation_checkpoint.mode = ['full']": "titanlite convert FILE writes activation_checkpoint.recipe",
+    "[training]\nextends = 'base.toml'": "move it above the first table",
     "training.shuffle_need = 1": "remove it",  # no nearer to training.seed than to any other
     "training.dataset_seed = 1": "remove it",
     "experts.top_k = 1": "write it in the table [experts] of a recipe of your own",
