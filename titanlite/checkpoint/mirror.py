@@ -22,7 +22,7 @@ from typing import Any
 
 from titanlite.checkpoint.mirror_store import Claim
 from titanlite.checkpoint.publish import complete_steps, step_folder
-from titanlite.checkpoint.saved_state import best_of, losses_of
+from titanlite.checkpoint.saved_state import RankedLoss, best_of, losses_of
 from titanlite.config.schema import Checkpoint
 from titanlite.errors import CheckpointError
 from titanlite.json_file import MALFORMED, parse_json
@@ -63,7 +63,7 @@ class Mirror(Observer):
         self._done = set[int]()  # steps that the mirror has, or that are damaged; with 0, the mirror is this start's
         self._old = {*complete_steps(self._root)}  # an earlier start may have copied them
         self._newest = 0  # the newest step ever seen in the folder
-        self._best_by, self._losses = config.keep_best, dict[int, float | None]()
+        self._best_by, self._losses = config.keep_best, dict[int, RankedLoss | None]()
         self._failures, self._not_before = 0, 0.0
         self._is_lost = False  # the mirror is another's
         self._told = set[str]()  # of what is told once

@@ -27,7 +27,7 @@ from typing import Any, cast
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.publish import MANIFEST, FileEntry
-from titanlite.checkpoint.saved_state import STATE, best_of, state_from_json
+from titanlite.checkpoint.saved_state import STATE, RankedLoss, best_of, state_from_json
 from titanlite.data.remote import retried
 from titanlite.errors import CheckpointError, DataError
 from titanlite.file_system import MIRROR, filesystem, url_error
@@ -222,11 +222,11 @@ class MirrorStore:
     def _manifest(self, name: str) -> dict[str, FileEntry]:
         return publish.entries_in(self._fs.cat_file(self._at(name, MANIFEST)), f"{self}/{name}")
 
-    def _loss(self, step: int, key: str) -> float | None:
+    def _loss(self, step: int, key: str) -> RankedLoss | None:
         """Return a loss that a checkpoint here has measured, or None; a damaged one has none."""
         with suppress(*MALFORMED):
             raw = self.read(f"{publish.step_folder(Path(), step).name}/{STATE}") or b""
-            return state_from_json(parse_json(raw)).losses.get(key)
+            return state_from_json(parse_json(raw)).measured(key)
         return None
 
     def _tried(self, action: Callable[[], Any], name: str) -> Any:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import titanlite
 from titanlite.checkpoint import publish
@@ -22,6 +22,13 @@ STATE = "state.json"
 VERSION = 3
 _READ_BY = {"1": "62eae34d", "2": "07e5a3c5"}  # earlier versions, and the last commit that reads each
 QUICKLY_HASHED = 2**20  # bytes: more than state.json has, and less than the tensors of any real model
+
+
+class RankedLoss(NamedTuple):
+    """A loss of a validation, and the step after which losses are measured as it was, on the same samples."""
+
+    loss: float
+    since: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,8 @@ class SavedState:
         stages: rows of the stage table that training has reached.
         unit_len: number of tokens in the samples that sources are cut into; 0: nothing was trained.
         losses: finite losses of a validation at this step, before the save, by key of metrics.jsonl.
+        measured_on: what each loss of a validation is measured on, by key: a fingerprint of its samples.
+        measured_since: the step after which it is, by key.
         validation_due: whether a signal stopped the run between this step and its validation.
         skipped_in_a_row: number of consecutive last steps whose loss or gradient was not finite.
         learning_rate: learning rate of the last step; None before the first.
@@ -59,6 +68,8 @@ class SavedState:
     stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     unit_len: int = 0
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    measured_on: Mapping[str, str] = field(default_factory=dict[str, str])
+    measured_since: Mapping[str, int] = field(default_factory=dict[str, int])
     validation_due: bool = False
     skipped_in_a_row: int = 0
     learning_rate: float | None = None
@@ -81,6 +92,10 @@ class SavedState:
     def past(self) -> Past:
         """Return the step, number of samples and stages that the run had reached at the save."""
         return Past(self.step, self.samples, tuple(map(StageRow.from_json, self.stages)), self.unit_len)
+
+    def measured(self, key: str) -> RankedLoss | None:
+        """Return the loss `key` that was measured at this step, or None."""
+        return RankedLoss(self.losses[key], self.measured_since.get(key, 0)) if key in self.losses else None
 
     def to_json(self) -> str:
         """Return the content of `state.json`."""
@@ -118,13 +133,17 @@ def state_from_json(saved: Mapping[str, Any]) -> SavedState:
     return SavedState(**{of.name: saved[of.name] for of in fields(SavedState) if of.name in saved})
 
 
-def best_of(losses: Mapping[int, float | None]) -> int | None:
-    """Return the step with the lowest loss, the earliest of equal ones; None if no step has one."""
-    found = {step: loss for step, loss in losses.items() if loss is not None}
-    return min(found, key=lambda step: (found[step], step), default=None)
+def best_of(losses: Mapping[int, RankedLoss | None]) -> int | None:
+    """Return the step with the lowest loss, the earliest of equal ones; None if no step has one.
+
+    Losses on other samples than those of the newest loss are not compared with it.
+    """
+    found = {step: measured for step, measured in losses.items() if measured is not None}
+    since = found[max(found)].since if found else 0
+    return min((step for step in found if step > since), key=lambda step: (found[step].loss, step), default=None)
 
 
-def losses_of(root: Path, key: str, known: dict[int, float | None]) -> dict[int, CheckpointError]:
+def losses_of(root: Path, key: str, known: dict[int, RankedLoss | None]) -> dict[int, CheckpointError]:
     """Let `known` have the loss `key` of each complete checkpoint by its step, None where it was not measured.
 
     What `known` has is not read again. Return the steps whose state cannot be read, each with its error.
@@ -135,7 +154,7 @@ def losses_of(root: Path, key: str, known: dict[int, float | None]) -> dict[int,
     for step in steps:
         if step not in known:
             try:
-                known[step] = read_state(publish.step_folder(root, step), step).losses.get(key)
+                known[step] = read_state(publish.step_folder(root, step), step).measured(key)
             except CheckpointError as error:
                 unread[step] = error
     return unread

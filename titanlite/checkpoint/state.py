@@ -25,7 +25,7 @@ from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world
 from titanlite.checkpoint.optimizer_state import PREFIX as OPTIMIZER
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
-from titanlite.checkpoint.saved_state import STATE, SavedState, best_of, losses_of, read_state
+from titanlite.checkpoint.saved_state import STATE, RankedLoss, SavedState, best_of, losses_of, read_state
 from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError
 
@@ -48,7 +48,7 @@ class Checkpoints:
         self.held: Callable[[], AbstractContextManager[int | None]] = nullcontext
         """Held while checkpoints are deleted; gives the one that a mirror copies, to spare."""
         self.best: tuple[int, float] | None = None  # after a save: step and loss of the best checkpoint
-        self._losses: dict[int, float | None] = {}  # by step
+        self._losses: dict[int, RankedLoss | None] = {}  # by step
         self._unread: Mapping[int, CheckpointError] = {}  # steps whose losses cannot be read
         self._warn = warn
         self._resumed_from: int | None = None
@@ -174,7 +174,7 @@ class Checkpoints:
         best = best_of(self._losses)
         with self.held() as copied:
             publish.prune(self.root, self.keep, spare=(self._resumed_from, best, copied, *unread))
-        return None if best is None else (best, cast(float, self._losses[best]))
+        return None if best is None else (best, cast(RankedLoss, self._losses[best]).loss)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:
         tmp = on_rank_0(lambda: publish.begin(self.root, step), group, self.root)

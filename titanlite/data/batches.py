@@ -280,6 +280,8 @@ class ValidationBatches:
     ) -> None:
         available = sample_count(shards.meta.source, shards.tokens, seq_len, key=key)
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
+        self.fingerprint = f"{self.n_samples} samples, separator {separator}, of {shards.fingerprint}"
+        """Says on what a loss over these batches is measured."""
         end = self.n_samples * seq_len
         read = (shards.read(start, min(BLOCK_BYTES, end - start)) for start in range(0, end, BLOCK_BYTES))
         require_target(read, separator, shards.meta.source, key)

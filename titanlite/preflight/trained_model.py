@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.resume import dims_of, require_average
-from titanlite.checkpoint.saved_state import best_of, losses_of, read_state
+from titanlite.checkpoint.saved_state import RankedLoss, best_of, losses_of, read_state
 from titanlite.config.build import show
 from titanlite.config.check import last_step
 from titanlite.config.config_json import check_weight_files, recipe_of
@@ -166,7 +166,7 @@ def asked_step(command: str, root: Path, asked: str | None) -> int:
     """
     steps = publish.complete_steps(root)
     if asked == "best" and steps:
-        key, losses = read_config(root.parent / "config.toml")[0].checkpoint.keep_best, dict[int, float | None]()
+        key, losses = read_config(root.parent / "config.toml")[0].checkpoint.keep_best, dict[int, RankedLoss | None]()
         for error in losses_of(root, key, losses).values():
             raise error
         if (best := best_of(losses)) is not None:

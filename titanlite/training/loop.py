@@ -67,6 +67,7 @@ class Loop:
     watchdog: Watchdog
     folder: RunFolder
     identity_of_data: Mapping[str, Any]  # hashes of the data, for checkpoints
+    measured: Mapping[str, Any]  # what the losses of validation are measured on, for checkpoints
     measures_due: bool = False  # whether the measurements after the newest step are left to the next start
     losses: tuple[int, dict[str, float]] = (0, {})  # of the newest validation: its step, and its finite losses by key
 
@@ -286,6 +287,7 @@ class Loop:
             ema_decay=config.optimizer.ema_decay,
             optimizer=optimizer_identity(optimizer.config, optimizer.rules_by_name, optimizer.recipe.own_rules),
             optimizer_file=optimizer.sha256_of_file,
+            **self.measured,
             **self.identity_of_data,
             **identity_of(config, self.run.dims),
         )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.publish import complete_steps
+from titanlite.checkpoint.publish import complete_steps, step_folder
+from titanlite.checkpoint.saved_state import read_state
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE
 from titanlite.data.corpus import Corpus
@@ -80,11 +81,15 @@ def last_lines(
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # a damaged file is reported elsewhere, or at the next start
         rows = read_metrics(folder.metrics)
+    path, saved, since = str(folder.path), complete_steps(folder.checkpoints), dict[str, int]()
+    with suppress(TitanliteError):  # told at the next start, too
+        since |= read_state(step_folder(folder.checkpoints, saved[-1]), saved[-1]).measured_since if saved else {}
     lines = [_line("took", f"{duration(seconds)} to step {last:,} of {config.training.steps:,}")]
     losses = [metric for metric in METRICS.values() if metric.loss_of]
-    if said := [f"{metric.loss_of} {text}" for metric in losses if (text := _lowest(rows, metric.key))]:
+    if said := [
+        f"{metric.loss_of} {text}" for metric in losses if (text := _lowest(rows, metric.key, since.get(metric.key, 0)))
+    ]:
         lines.append(_line("lowest", ", ".join(said)))
-    path, saved = str(folder.path), complete_steps(folder.checkpoints)
     if saved and last < config.training.steps:
         lines.append(_line("resume", _resume(config, folder, last)))
     elif saved:
@@ -152,9 +157,9 @@ def _where_wandb_records(config: Config, folder: RunFolder) -> str:
     }.get(metrics.wandb, "")
 
 
-def _lowest(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """Return the lowest value of a metric and its step, in words; "" if there is none."""
-    found = [(row[key], row["step"]) for row in rows if row.get(key) is not None]
+def _lowest(rows: Sequence[dict[str, Any]], key: str, since: int) -> str:
+    """Return the lowest value of a metric after the step `since`, and its step, in words; "" if there is none."""
+    found = [(row[key], row["step"]) for row in rows if row.get(key) is not None and row["step"] > since]
     return "{:.4f} at step {:,}".format(*min(found)) if found else ""
 
 

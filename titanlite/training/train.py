@@ -51,6 +51,7 @@ from titanlite.training.data_wait import DataWait
 from titanlite.training.evaluation import open_evaluation
 from titanlite.training.feed import Feed
 from titanlite.training.loop import Loop
+from titanlite.training.measures import measures_of
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Report
 from titanlite.training.samples import Sampler
@@ -127,6 +128,7 @@ def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitSt
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
     add_stages(run.receipt, config, batches.mixture, start)
     evaluation = open_evaluation(asked, run)
+    measured = measures_of(config, validation, restored, console.warning)
 
     # The observers, and the lines before the first step.
     observers = _open_observers(session, run, restored, table, cleanup)
@@ -171,6 +173,7 @@ def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitSt
         watchdog=watchdog,
         folder=folder,
         identity_of_data=data.identity,
+        measured=measured,
     )
     session.stop.begin_steps()
     cleanup.callback(session.stop.close)

@@ -112,6 +112,35 @@ def test_the_watchdog_is_told_of_each_batch_of_validation_and_evaluation(desk: D
     assert {phase: run.output.count(f"told 4 {phase}\n") - 1 for phase in batches} == batches  # each begins with one
 
 
+def test_losses_on_other_samples_are_not_ranked_together(desk: Desk) -> None:
+    """The best on what was validated before stays until there is a loss on what is validated now."""
+    losses = {4: 1.0, 8: 3.0, 12: 2.0, 16: 4.0}
+
+    def plant() -> None:
+        def measured(self: loop.Loop, step: int, of: str = "") -> dict[str, float]:
+            return {"validation_loss": losses[step]}
+
+        loop.Loop._losses = measured  # type: ignore[method-assign]
+
+    def run(last: int, *more: str) -> Ended:
+        every = ("--checkpoint.interval=2", "--checkpoint.keep_latest_k=1", "--checkpoint.keep_best=validation_loss")
+        return desk.run("other", 1, *FLAGS, *every, *more, f"--job.stop_after={last}", plant=plant)
+
+    text, warned = desk.folder / "train.txt", "validation_loss: measured on other samples than up to step"
+    assert run(6).checkpoints() == [4, 6]
+    other = run(12, f"--validation.source={text}")
+    assert other.output.count(f"{warned} 6. The lowest is") == 1
+    assert other.checkpoints() == [6, 12]
+    assert "validation loss 2.0000 at step 12" in other.output
+    same = run(14, f"--validation.source={text}")
+    assert warned not in same.output
+    assert same.checkpoints() == [12, 14]
+    assert "validation loss 2.0000 at step 12" in same.output
+    fewer = run(16, f"--validation.source={text}", "--validation.steps=1")
+    assert f"{warned} 14" in fewer.output
+    assert asked_step("titanlite export", fewer.folder / "checkpoints", "best") == 16
+
+
 @pytest.mark.parametrize("mode", ["async", *slow("disabled")])
 def test_the_checkpoint_with_the_lowest_loss_is_kept(desk: Desk, mode: str) -> None:
     """Of equal ones the earlier, never one of NaN; a start that goes on knows it, and keeps what it cannot read."""
