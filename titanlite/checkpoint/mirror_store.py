@@ -17,7 +17,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -140,13 +140,23 @@ class MirrorStore:
         self.write(f"{folder.name}/{MANIFEST}", manifest)
         return True
 
-    def fetch(self, step: int, root: Path, say: Callable[[str], object]) -> None:
-        """Copy the checkpoint of a step from here into the folder `root`, and publish it. `say`: tells of the copy.
+    def best(self, steps: Iterable[int], key: str) -> int | None:
+        """Return which of these steps is the best by the loss `key`, or None if none has it."""
+        return best_of({step: self._loss(step, key) for step in steps})
+
+    def fetch(self, steps: Iterable[int], root: Path, say: Callable[[str], object]) -> None:
+        """Copy checkpoints from here into the folder `root`; publish them once all are there. `say`: tells of a copy.
 
         Raises:
-            CheckpointError: the checkpoint here is broken, or the disk has too little room.
+            CheckpointError: a checkpoint here is broken, or the disk has too little room.
             DataError: the store cannot be read.
         """
+        # The newest last: a folder that lacks it after a kill is refused, as it is older than the mirror.
+        for tmp, entries in [self._fetch(step, root, say) for step in sorted(steps)]:
+            publish.commit(tmp, entries)
+
+    def _fetch(self, step: int, root: Path, say: Callable[[str], object]) -> tuple[Path, dict[str, FileEntry]]:
+        """Copy a checkpoint into a folder that is not published yet; return this, and what its manifest lists."""
         name = publish.step_folder(root, step).name
         entries = self._tried(lambda: self._manifest(name), name)
         tmp, size = publish.begin(root, step), sum(entry.bytes for entry in entries.values())
@@ -172,7 +182,7 @@ class MirrorStore:
                     raise self._broken(name, f"{file} has another size or SHA-256")
             with open(tmp / file, "rb") as written:
                 os.fsync(written.fileno())
-        publish.commit(tmp, entries)
+        return tmp, entries
 
     def prune(self, keep: int, best_by: str, newest: int) -> None:
         """Delete all but the newest `keep` checkpoints (0: none) and the best by the loss `best_by`, and all leftovers.
@@ -184,7 +194,7 @@ class MirrorStore:
         complete = sorted(step for step, files in sizes.items() if MANIFEST in files)
         own = [step for step in complete if step <= newest]
         old = own[:-keep] if keep else []
-        best = best_of({step: self._loss(step, best_by) for step in own}) if old and best_by else None
+        best = self.best(own, best_by) if old and best_by else None
         for step in (step for step in sizes if step not in complete or (step in old and step != best)):
             folder = publish.step_folder(Path(), step).name
             if MANIFEST in sizes[step]:
@@ -236,5 +246,5 @@ class MirrorStore:
             raise self._broken(name, f"a file of it is missing ({e})") from e
 
     def _broken(self, name: str, why: str) -> CheckpointError:
-        want, fix = f"the files that its {MANIFEST} lists", "delete it there: the start then takes the one before it"
+        want, fix = f"the files that its {MANIFEST} lists", "delete it there: the start then takes another"
         return CheckpointError.of(str(self), name, f"broken: {why}", want, fix)

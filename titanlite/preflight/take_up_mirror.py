@@ -1,4 +1,4 @@
-"""Before a start reads its folder: refuse another run's mirror, and fetch the newest checkpoint if the folder has none.
+"""Before a start reads its folder: refuse another run's mirror; fetch the newest and best checkpoint if it has none.
 
 A run is known by a random id in `mirror.json` of its folder, and so is its mirror. A folder without checkpoints, as on
 a new disk, takes up the id of a mirror of the same name and config. Nothing is written to the store: the process that
@@ -32,7 +32,9 @@ from titanlite.streams import say_first
 
 
 def take_up_mirror(config: Config) -> tuple[list[str], list[str]]:
-    """Fetch a checkpoint from the mirror of a run on rank 0, if the folder has none; on other ranks wait for it.
+    """Fetch checkpoints from the mirror of a run on rank 0, if the folder has none; on other ranks wait for one.
+
+    These are the newest and, with `checkpoint.keep_best`, the best: else a worse one would become the folder's best.
 
     Returns:
         Notices and warnings, to be logged.
@@ -85,13 +87,18 @@ def _take_up(config: Config, folder: RunFolder, store: MirrorStore) -> tuple[lis
         if step is not None:
             _write(folder, own)  # before there is a checkpoint without an id
             publish.remove_stale(folder.checkpoints)
-            store.fetch(step, folder.checkpoints, say_first)
-            here = [step]
+            key, url = config.checkpoint.keep_best, config.checkpoint.mirror
+            best = retried(lambda: store.best(steps, key), url, MIRROR, "the losses") if key else None
+            here = sorted({step, step if best is None else best})
+            store.fetch(here, folder.checkpoints, say_first)
         own = replace(own, token="")
     _write(folder, own)
     if not here or own.token:
         return [], []
-    return [f"{folder.path} had no checkpoint: that of step {here[-1]} was taken from {store}"], []
+    taken = f"that of step {here[-1]} was"
+    if len(here) > 1:
+        taken = f"those of step {here[-1]}, the newest, and step {here[0]}, the best, were"
+    return [f"{folder.path} had no checkpoint: {taken} taken from {store}"], []
 
 
 def claim_of(folder: RunFolder, config: Config) -> Claim:

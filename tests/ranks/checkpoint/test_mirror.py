@@ -31,6 +31,7 @@ from titanlite.errors import CheckpointError, ConfigError, DataError
 from titanlite.preflight.hub_names import pin_names
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.take_up_mirror import claim_of, take_up_mirror
+from titanlite.preflight.trained_model import asked_step
 
 CLAIM = Claim("id", "run", 1, 1, "token")
 
@@ -228,7 +229,7 @@ def test_the_step_of_a_branch_that_was_left_is_replaced_as_a_whole(tmp_path: Pat
             own.copy(taken, looks.__next__)
         assert store.complete() == [1] * (n == 0)
     own.copy(taken, lambda: None)
-    own.fetch(1, tmp_path / "back", lambda text: None)
+    own.fetch([1], tmp_path / "back", lambda text: None)
     assert contents(step_folder(tmp_path / "back", 1)) == contents(taken)
 
 
@@ -327,13 +328,21 @@ def test_a_start_with_nothing_to_copy_does_not_say_that_it_waits(tmp_path: Path,
     assert line.endswith(" has step-00000001, and copies the rest in at most 600 s")
 
 
-def config(folder: Path, url: str, name: str = "run", tokenizer: str = "", resume: Any = "auto", **more: Any) -> Config:
+def config(
+    folder: Path,
+    url: str,
+    name: str = "run",
+    tokenizer: str = "",
+    resume: Any = "auto",
+    keep_best: str = "",
+    **more: Any,
+) -> Config:
     default = Config()
     return replace(
         default,
         job=Job(name=name, dump_folder=str(folder)),
         data=replace(default.data, tokenizer=tokenizer or default.data.tokenizer),
-        checkpoint=Checkpoint(mirror=url, resume=resume),
+        checkpoint=Checkpoint(mirror=url, resume=resume, keep_best=keep_best),
         training=replace(default.training, **more),
         comm=replace(default.comm, init_timeout_seconds=1),
     )
@@ -411,6 +420,32 @@ def test_an_empty_folder_takes_the_newest(
     assert SECRET not in "".join([notice, *warnings, *said])
     copy_all(tmp_path / "new", store.url)
     assert start(tmp_path / "new", store.url) == ([], [])
+
+
+def test_an_empty_folder_takes_the_best_too(
+    tmp_path: Path, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published together, once both are there."""
+    for step, loss in {1: 3.0, 2: 1.0, 3: 2.0, 4: None}.items():
+        save(tmp_path / "old/run", step, loss)
+    start(tmp_path / "old", store.url)
+    copy_all(tmp_path / "old", store.url)
+    new = tmp_path / "new/run/checkpoints"
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("titanlite.checkpoint.publish.commit", interrupt_commit(is_there=False))
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "new", store.url, keep_best="validation_loss")
+    assert complete_steps(new) == []
+    (notice,), _ = start(tmp_path / "new", store.url, keep_best="validation_loss")
+    assert complete_steps(new) == [2, 4]
+    assert "those of step 4, the newest, and step 2, the best, were taken from" in notice
+    for step in (2, 4):
+        verify(step_folder(new, step))
+    save(tmp_path / "new/run", 6, 59.0)
+    assert asked_step("titanlite export", new, "best") == 2
+    assert store.complete() == [1, 2, 3, 4]
+    start(tmp_path / "without", store.url, keep_best="validation_loss_ema")
+    assert complete_steps(tmp_path / "without/run/checkpoints") == [4]
 
 
 def test_a_new_disk_has_the_commits_of_names_of_the_hub(tmp_path: Path, store: FaultyStore) -> None:
@@ -577,7 +612,7 @@ def test_kills_in_the_middle_of_copies(tmp_path: Path, monkeypatch: pytest.Monke
             assert reached > taken
             checked = tmp_path / f"checked-{kill}"
             for step in store.complete():
-                store.fetch(step, checked / "checkpoints", lambda text: None)
+                store.fetch([step], checked / "checkpoints", lambda text: None)
                 save(checked / "own", step, size=1_000_000)
                 one, other = (step_folder(checked / at, step) for at in ("checkpoints", "own/checkpoints"))
                 assert contents(one) == contents(other)
