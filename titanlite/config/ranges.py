@@ -38,8 +38,6 @@ def check_ranges(table: object, problems: Problems, where: str = "", fix: str = 
             given = field.default
             own = f"leave {field.name} out{unsaid}" if given is None else f"{field.name} = {show(given)} (the default)"
             own = (fix or "another {}").format(field.name) if given is dataclasses.MISSING else own
-            if key == "activation_checkpoint.budget_gib":
-                own = 'budget_gib = 60.0 (or leave it out if recipe is not "auto")'
             problems.add(key, show(value), want, answer_to_value(key, value) or own)
         elif value == 0 and span.startswith("[-1"):
             problems.add(key, "0", "-1 (all) or at least 1", f"{field.name} = -1")
