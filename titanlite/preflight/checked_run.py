@@ -30,6 +30,7 @@ from titanlite.preflight.hints import (
     cut_schedule,
     no_export,
     not_chosen,
+    of_another_folder,
     other_tokenizer,
     other_vocabulary,
     trained_on,
@@ -183,6 +184,7 @@ def checked_run(
     warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
     warnings += repeated
     warnings += [unaligned_vocabulary(config, dims), unvalidated_checkpoints(config), None if is_look else cut]
+    warnings.append(of_another_folder(config, origin))
     if given and not resumes(config) and branch_of(config) is None:
         warnings.append(other_tokenizer(config, inputs))
     steps_hint = None

@@ -6,8 +6,10 @@
 import math
 import os
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.build import show
 from titanlite.config.hugging_face import without_place
 from titanlite.config.problems import Origin
@@ -19,6 +21,7 @@ from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for, tokenizer
 from titanlite.hub import folder_of
 from titanlite.json_file import parse_json
 from titanlite.observe.wandb import has_login
+from titanlite.preflight.run_folder import RunFolder
 
 
 def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> str | None:
@@ -149,6 +152,17 @@ def unvalidated_checkpoints(config: Config) -> str | None:
     why = f"of {saved:,} checkpoints {validated:,} will have this loss, measured at their own step"
     fix = f"validation.freq = {interval}, or a checkpoint.interval that is a multiple of {freq}, validates each"
     return f"checkpoint.keep_best = {show(key)}: {why}; {fix}"
+
+
+def of_another_folder(config: Config, origin: Origin) -> str | None:
+    """Return a warning if the file is the config of another folder with checkpoints than this run's, else None."""
+    beside, own = Path(origin.source).resolve().parent, RunFolder.of(config).path.resolve()
+    if Path(origin.source).name != "config.toml" or beside == own:
+        return None
+    if not complete_steps(RunFolder(beside).checkpoints):
+        return None
+    fix = f"--job.dump_folder {beside.parent} --job.name {beside.name} goes on with it"
+    return f"{origin.source} is the config of the run in {beside}, but this run's folder is {own}; {fix}"
 
 
 def cut_schedule(config: Config, table: StageTable) -> str | None:

@@ -107,12 +107,6 @@ IMPOSSIBLE = [  # what is given, on how many processes if that is known, the one
     (f"{BATCH} = 3, training.local_batch_size = 2", None, BATCH, "= 2 (or 4)"),
     (f"{BATCH} = 4, {SHARD} = 8", None, BATCH, "= 8"),
     ("lr_scheduler.decay_ratio = 0.0", None, "lr_scheduler.decay_ratio", "min_lr_factor = 1.0 without decay_ratio"),
-    (
-        'activation_checkpoint.budget_gib = -3.0, activation_checkpoint.recipe = "auto"',
-        None,
-        "activation_checkpoint.budget_gib",
-        "budget_gib = 60.0",
-    ),
     ("training.steps = -5", None, "training.steps", "= 10000"),
     ("job.stop_after = 10001", None, "job.stop_after", "= 0"),
     ("profiling.enable = true, profiling.start_step = 9999", None, "profiling.start_step", "= 9998"),
