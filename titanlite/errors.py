@@ -13,7 +13,7 @@ _LONGEST, _MOST = 2_000, 100  # characters per part, and problems per source, in
 
 
 class TitanliteError(Exception):
-    """Base of all errors raised on purpose. Each argument is a message from `describe` about one source."""
+    """Base of all errors raised on purpose. Each argument is a message: from `describe` about one source, or a text."""
 
     @classmethod
     def of(cls, source: str, where: str, saw: str, want: str, fix: str) -> Self:
@@ -140,10 +140,15 @@ class Together:
             return None
 
     def raise_all(self) -> None:
-        """Raise a single error as it is, several as one ConfigError with a report for each source."""
+        """Raise a single error as it is, several as one ConfigError: a report for each source, then other messages."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
         by_source: dict[str, list[Problem]] = {}
-        for report in (report for error in self.errors for report in error.args):
-            by_source.setdefault(report.source, []).extend(report.problems)
+        others: list[object] = []
+        for message in (message for error in self.errors for message in error.args):
+            if isinstance(message, ErrorReport):
+                by_source.setdefault(message.source, []).extend(message.problems)
+            else:
+                others.append(message)
         if self.errors:
-            several = ConfigError(*(describe(source, found) for source, found in by_source.items()))
-            raise several if len(self.errors) > 1 else self.errors[0]
+            raise ConfigError(*(describe(source, found) for source, found in by_source.items()), *others)

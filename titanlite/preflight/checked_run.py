@@ -23,7 +23,7 @@ from titanlite.config.schema import FROM_CHECKPOINT, Config, schema_keys
 from titanlite.config.stages import sequences_per_step
 from titanlite.data.inputs import Inputs, check_inputs, check_named_inputs
 from titanlite.data.stages import StageTable, stage_table
-from titanlite.errors import ConfigError, TitanliteError
+from titanlite.errors import ConfigError, ErrorReport, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
 from titanlite.file_system import MIRROR, filesystem
 from titanlite.preflight.hints import (
@@ -94,6 +94,8 @@ class _Checks:
         try:
             return check()
         except TitanliteError as error:
+            if not all(isinstance(message, ErrorReport) for message in error.args):
+                raise  # a text without problems that could stand among others
             found = [(report.source, problem) for report in error.args for problem in report.problems]
         for source, p in found:
             # A check may not know where its key was set. The file has a line of `data.mixture[0].weight`. For

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -839,3 +840,14 @@ def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path
     flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
     said = call("validate", DEBUG, *flags, ends=2 if strict == "true" else 0)
     assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
+
+
+def test_a_wrong_annotation_of_a_model_file_is_refused_with_what_would_help(call: Call, tmp_path: Path) -> None:
+    source = (ROOT / "titanlite" / "models" / "llama3.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace('feed_forward.w13.weight"', 'feed_forward.w31.weight"'))
+    (tmp_path / "model").mkdir()
+    shutil.copy(ROOT / "recipes" / "model" / "llama3-debug.toml", tmp_path / "model" / "mine-debug.toml")
+    own = "--model.file", str(tmp_path / "mine.py"), "--job.recipe_dirs", f'["{tmp_path}"]'
+    said = call("validate", DEBUG, *own, "--world", "2", "--parallelism.tensor_parallel_degree", "2", ends=2)
+    assert "feed_forward.w31.weight = tp:0\n" in said
+    assert "Traceback" not in said
