@@ -1,9 +1,11 @@
 """Check keys of data, mixture, stages and validation against each other, without reading any data."""
 
 import re
+from operator import attrgetter
 
+from titanlite.config.held_out import idle_keys
 from titanlite.config.problems import COMMAND_LINE, Problems, show
-from titanlite.config.schema import Config, Validation
+from titanlite.config.schema import Config
 from titanlite.config.stages import replaced_keys, stage_configs
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -108,7 +110,10 @@ def _check_weights(config: Config, n: int, problems: Problems) -> None:
 
 
 def check_held_out(config: Config, problems: Problems) -> None:
-    """Refuse `validation.sources` and `validation.weights` that are malformed, or that need a feature which is off."""
+    """Refuse `validation.sources` that are malformed, and keys of validation that need a feature which is off.
+
+    Where `validation.enable = false` is given, keys that need it only have no effect, so that a flag turns them off.
+    """
     validation, refuse, names = config.validation, problems.about(config), set[str]()
     for text in validation.sources:
         name, _, source = text.partition("=")
@@ -119,12 +124,11 @@ def check_held_out(config: Config, problems: Problems) -> None:
             want = f"one source of the name {name}"
             problems.add("validation.sources", show(text), want, "give each a name of its own")
         names.add(name)
-    asked = {"sources": validation.sources, "weights": validation.weights != "model", "samples": validation.samples}
-    for key, is_asked in asked.items():
-        if is_asked and not validation.enable:
-            want = "validation, but validation.enable = false"
-            default = show(getattr(Validation(), key))
-            refuse(f"validation.{key}", want, f"validation.enable = true, or {key} = {default}")
-    if validation.weights != "model" and not config.optimizer.ema_decay:
+    is_chosen = "validation.enable" in problems.origin.places  # else it may have been forgotten
+    for key in () if is_chosen else idle_keys(config):
+        if key in problems.origin.places:
+            want, default = "validation, but validation.enable = false", show(attrgetter(key)(Config()))
+            refuse(key, want, f"validation.enable = true, or {key.removeprefix('validation.')} = {default}")
+    if validation.enable and validation.weights != "model" and not config.optimizer.ema_decay:
         want = "an average of the weights, but optimizer.ema_decay = 0"
         refuse("validation.weights", want, 'weights = "model", or optimizer.ema_decay = 0.999')

@@ -1,4 +1,4 @@
-"""Name the held-out sources of a run: `validation.source`, and those that `validation.sources` adds."""
+"""Name what a run validates: `validation.source`, the sources that `validation.sources` adds, losses and samples."""
 
 from titanlite.config.schema import Config
 
@@ -23,3 +23,15 @@ def validation_losses(config: Config) -> list[str]:
 def name_of_source(key: str) -> str:
     """Return NAME of a key `validation.sources.NAME`; "" for `validation.source`."""
     return key.removeprefix(FIRST).removeprefix("s.")
+
+
+def samples_of(config: Config) -> tuple[str, ...]:
+    """Return the texts that the model continues at each validation; none without validation."""
+    return config.validation.samples if config.validation.enable else ()
+
+
+def idle_keys(config: Config) -> list[str]:
+    """Return the keys that ask for something of each validation, where there is none."""
+    asked = config.validation
+    given = {"sources": asked.sources, "weights": asked.weights != "model", "samples": asked.samples}
+    return [f"validation.{key}" for key, is_given in given.items() if is_given and not asked.enable]

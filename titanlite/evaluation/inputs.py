@@ -2,6 +2,7 @@
 
 import math
 
+from titanlite.config.held_out import samples_of
 from titanlite.config.problems import Origin
 from titanlite.config.schema import Config
 from titanlite.config.stages import sequences_per_step
@@ -24,7 +25,7 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
     Raises:
         DataError: a task cannot be read, a sample is too long, or there is no tokenizer for them.
     """
-    samples = config.validation.samples
+    samples = samples_of(config)
     if not config.evaluation.tasks and not samples:
         return
     load_tasks(config.evaluation.tasks, with_hub=False)

@@ -29,6 +29,7 @@ from titanlite.file_system import MIRROR, filesystem
 from titanlite.preflight.hints import (
     cut_schedule,
     no_export,
+    no_validation,
     not_chosen,
     of_another_folder,
     other_tokenizer,
@@ -192,7 +193,7 @@ def checked_run(
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
-    hints = [steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused]
+    hints = [steps_hint, no_validation(config), no_export(config, dims), *unread_environment(config), inputs.unused]
     hints += [*(pin.notice for pin in pins), cut if is_look else None, *taken]
     warnings += not_taken
     said, warned = (tuple(filter(None, texts)) for texts in (hints, warnings))

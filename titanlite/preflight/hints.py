@@ -11,6 +11,7 @@ from typing import Any
 
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.build import show
+from titanlite.config.held_out import idle_keys
 from titanlite.config.hugging_face import without_place
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
@@ -163,6 +164,12 @@ def of_another_folder(config: Config, origin: Origin) -> str | None:
         return None
     fix = f"--job.dump_folder {beside.parent} --job.name {beside.name} goes on with it"
     return f"{origin.source} is the config of the run in {beside}, but this run's folder is {own}; {fix}"
+
+
+def no_validation(config: Config) -> str | None:
+    """Return a hint if the config asks for something of each validation, but turns validation off, else None."""
+    keys = idle_keys(config)
+    return f"without effect, because validation.enable = false: {', '.join(keys)}" if keys else None
 
 
 def cut_schedule(config: Config, table: StageTable) -> str | None:

@@ -14,6 +14,7 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.mirror import STOP_S, Mirror
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
+from titanlite.config.held_out import samples_of
 from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
 from titanlite.data.mixture import many_epochs
@@ -164,7 +165,7 @@ def _train_in_session(session: Session, cleanup: ExitStack, last_cleanup: ExitSt
         run=run,
         feed=Feed(batches, data_check, wait, run.mesh.context, watchdog, stops, config.checkpoint.enable),
         validation=validation,
-        sampler=Sampler(asked, run) if config.validation.samples else None,
+        sampler=Sampler(asked, run) if samples_of(config) else None,
         evaluation=evaluation,
         checkpoints=checkpoints,
         background=background,
@@ -250,7 +251,7 @@ def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTa
     # Rows are on disk before a checkpoint is saved, so missing rows were lost afterwards.
     if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-    if config.validation.samples or folder.samples.exists():  # rows of steps that are trained again go
+    if samples_of(config) or folder.samples.exists():  # rows of steps that are trained again go
         yield SamplesFile(folder.samples, start, restored.state.validation_due)
     if run.routers is not None:
         yield ExpertsFile(folder.experts, start, config.training.steps)

@@ -118,6 +118,15 @@ def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
     assert "\n  warning: training.steps = 100 is less than lr_scheduler.warmup_steps" in out
 
 
+def test_what_needs_validation_has_no_effect_where_it_is_turned_off(file: str, call: Call) -> None:
+    keys = 'validation.samples = ["x"]\nvalidation.sources = ["a=nowhere.txt"]\nvalidation.weights = "ema"\n'
+    Path(file).write_text(keys + Path(file).read_text())
+    assert "but validation.enable = false" in call("validate", file, ends=2)
+    assert "but optimizer.ema_decay = 0" in call("validate", file, "--validation.enable", ends=2)
+    hint = "without effect, because validation.enable = false: validation.sources, validation.weights, validation.sam"
+    assert hint in call("validate", file, "--validation.enable=false")
+
+
 def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     recipe = 'extends = "qwen3_moe-debug"\n[experts]\nbalance_bias = 0.001\n'

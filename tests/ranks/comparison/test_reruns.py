@@ -16,7 +16,9 @@ def first_losses(folder: Path) -> list[float]:
 
 
 def test_what_a_rerun_turns_off_is_not_refused() -> None:
-    asked = ["--validation.enable", "--checkpoint.keep_best=validation_loss", "--checkpoint.mirror=file:///mirror"]
+    asked = ["--validation.enable", "--validation.samples=def ", "--validation.sources=more=python_stdlib_held_out"]
+    asked += ["--validation.weights=both", "--optimizer.ema_decay=0.9"]
+    asked += ["--checkpoint.keep_best=validation_loss", "--checkpoint.mirror=file:///mirror"]
     checked_run(["--config", "configs/debug.toml", *asked, *reruns._ALONE])
 
 
