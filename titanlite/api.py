@@ -72,10 +72,12 @@ def run(
         TitanliteError: a mistake in the config, the data or the run folder, as a command would tell it.
         RunFailedError: the run has started and failed.
     """
+    if gpus is not None:
+        _require_count("gpus", gpus, "a number of GPUs, at least 1")
     flags = _as_flags(config, changes)
     checked = checked_run(flags, gpus, is_start=True)
     check_start(checked.config, checked.inputs)
-    command = [sys.executable, "-m", "titanlite", "train", *flags, *(["--gpus", str(gpus)] if gpus else [])]
+    command = [sys.executable, "-m", "titanlite", "train", *flags, *(["--gpus", str(gpus)] if gpus is not None else [])]
     last = deque[str](maxlen=_LAST_LINES)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     with process:
@@ -111,8 +113,15 @@ def plan(
     from titanlite.commands.planned_run import plan_run
     from titanlite.forecast.device_specs import DEFAULT_DEVICE
 
+    _require_count("world", world, "a number of processes, at least 1")
     planned = plan_run(checked_run(_as_flags(config, changes), world), str(config), world, device or DEFAULT_DEVICE)
     return plan_as_dict(planned, world)
+
+
+def _require_count(name: str, given: object, want: str) -> None:
+    """Refuse an argument that is no whole number from 1 to a million, as the commands refuse their flags."""
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < 10**6:
+        raise ConfigError.of("arguments", name, repr(given), want, f"{name}=8")
 
 
 def _as_flags(config: str | os.PathLike[str], changes: Changes | None) -> list[str]:

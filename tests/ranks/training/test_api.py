@@ -48,6 +48,12 @@ def test_mistakes_are_exceptions(config: str) -> None:
         titanlite.run(config, {"job.name": "diverges", "optimizer.lr": 1e38}, show=False)
     with pytest.raises(ConfigError, match=r"job\.name = .*\n +want: a value that TOML has"):
         titanlite.run(config, {"job.name": Path()})
+    for gpus in (0, -1, True, "2"):
+        with pytest.raises(ConfigError, match=rf"gpus = {gpus!r}\n +want: a number of GPUs, at least 1\n"):
+            titanlite.run(config, gpus=gpus)  # type: ignore[arg-type]
+    for world in (0, "8", None):
+        with pytest.raises(ConfigError, match=rf"world = {world!r}\n +want: a number of processes, at least 1\n"):
+            titanlite.plan(config, world=world)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         titanlite.trian  # noqa: B018
 
