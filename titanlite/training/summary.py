@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,13 +41,11 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
     steps, table, window = config.training.steps, mixture.table, config.data.shuffle_window
     next_step = table.row(min(start + 1, table.steps))
-    ahead = [table.row(step) for step in sorted({start + 1, *table.first_steps}) if start < step <= steps]
-    each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in ahead or table.rows[-1:])
     has = "more, which are counted as they are tokenized"
     if all(source.is_whole for source in sources.values()):
         has = f"{sum(source.tokens for source in sources.values()):,}: {epochs(epoch(mixture, max(start, steps)))}"
     has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
-    all_steps = f"{table.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
+    all_steps = f"{table.tokens(steps):,} in {steps:,} steps{_sizes(table, steps)}"
     used = f", of which a token uses {run.n_active:,}" if run.n_active < run.n_elements else ""
     lines = [
         _line("model", f"{name}, {run.n_elements:,} parameters{used}"),
@@ -60,6 +60,19 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
         lines.append(_line("tensorboard", f"in {folder.tensorboard}"))
         lines.append(_line("", _pasteable("tensorboard", "--logdir", str(folder.path.parent))))
     return lines
+
+
+def _sizes(table: StageTable, steps: int) -> str:
+    """Return the tokens of a step, in words; where steps differ, how many there are of each size, past ones too."""
+    ends = [*(row.from_step for row in table.rows[1:]), steps]
+    rows = [
+        (row.asked.tokens_per_step, min(end, steps) - row.from_step) for row, end in zip(table.rows, ends, strict=True)
+    ]
+    counted = groupby((row for row in rows if row[1] > 0), itemgetter(0))
+    sizes = [(size, sum(n for _, n in same)) for size, same in counted]
+    if len(sizes) == 1:
+        return f" of {sizes[0][0]:,}"
+    return f": {', then '.join(f'{n:,} of {size:,}' for size, n in sizes)}"
 
 
 def _of_mixture(mixture: Mixture) -> list[str]:

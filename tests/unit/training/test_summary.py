@@ -7,9 +7,10 @@ import pytest
 
 from titanlite.commands.generate import COMMAND as GENERATE
 from titanlite.config.schema import Config, LRScheduler, Training, Validation
-from titanlite.data.stages import stage_table
+from titanlite.config.stages import AskedStage
+from titanlite.data.stages import StageRow, StageTable, stage_table
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.training.summary import _jump, _prompt, last_lines
+from titanlite.training.summary import _jump, _prompt, _sizes, last_lines
 
 
 def test_a_command_that_takes_several_lines_is_one_for_the_shell(tmp_path: Path) -> None:
@@ -42,3 +43,20 @@ def test_a_prompt_is_one_that_the_command_takes(samples: tuple[str, ...], prompt
     assert _prompt(Config(validation=Validation(samples=samples))) == prompt
     _, given = GENERATE.read_words(["outputs/run", "--prompt", prompt])
     assert given == {"--prompt": prompt}
+
+
+@pytest.mark.parametrize(
+    ("begins", "steps", "said"),
+    [
+        ({0: 512}, 6, " of 512"),
+        ({0: 512, 4: 512, 9: 512}, 12, " of 512"),  # only the weights of sources change
+        ({0: 512, 20: 2048}, 30, ": 20 of 512, then 10 of 2,048"),
+        ({0: 512, 20: 2048}, 20, " of 512"),
+        ({0: 512, 2: 512, 20: 2048, 25: 512}, 1100, ": 20 of 512, then 5 of 2,048, then 1,075 of 512"),
+    ],
+)
+def test_the_tokens_of_all_steps_are_the_sum_of_those_of_each_size(
+    begins: dict[int, int], steps: int, said: str
+) -> None:
+    rows = [StageRow(step, 0, 0, AskedStage(None, 0, 128, size // 128, 1, {"": 1.0})) for step, size in begins.items()]
+    assert _sizes(StageTable(rows, steps, 128, ()), steps) == said
