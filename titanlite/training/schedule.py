@@ -7,12 +7,16 @@ from titanlite.data.stages import StageTable
 
 
 def change_of_rate(config: Config, step: int, was: float | None, table: StageTable | None = None) -> str | None:
-    """Return a notice if step `step` had another learning rate, `was`, than this config gives to it, else None."""
+    """Return a notice if step `step` had another learning rate, `was`, than this config gives to it, else None.
+
+    There is none where the next step has the rate `was`, as far as three digits tell: it goes on without a jump.
+    """
     if was is None or was == learning_rate(step, config, table):
         return None
-    now, training = learning_rate(step + 1, config, table), config.training
+    before, now = f"{was:.3g}", f"{learning_rate(step + 1, config, table):.3g}"
+    training = config.training
     end = f"{training.tokens:,} tokens" if training.tokens else f"{training.steps:,} steps"
-    return f"with a schedule of {end} the learning rate jumps from {was:.3g} to {now:.3g}"
+    return f"with a schedule of {end} the learning rate jumps from {before} to {now}" if before != now else None
 
 
 def learning_rate(step: int, config: Config, table: StageTable | None = None) -> float:

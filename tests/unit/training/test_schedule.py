@@ -46,6 +46,16 @@ def test_a_schedule_of_more_steps_says_where_the_rate_goes():
     assert change_of_rate(long, 100, was) == text
 
 
+def test_a_schedule_of_more_steps_that_goes_on_at_the_same_rate_is_no_jump():
+    """Half of the decay is done before step 3 of 3, and before step 4 of 5."""
+    keys = LRScheduler(warmup_steps=1)
+    short, long = (Config(training=Training(steps=steps), lr_scheduler=keys) for steps in (3, 5))
+    was = learning_rate(3, short)
+    assert was != learning_rate(3, long)
+    assert change_of_rate(long, 3, was) is None
+    assert change_of_rate(long, 2, was) is not None
+
+
 @pytest.mark.parametrize(
     ("kind", "ratio", "floor", "rates"),
     [
