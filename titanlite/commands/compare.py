@@ -143,9 +143,9 @@ def _floor(floor: Path, first: RunRecord) -> tuple[list[RunRecord], str]:
         return [], "nothing was logged there"
     found = read_runs([floor])
     why = _unfit(found[0], first, "training.nudge")
-    losses = {tuple(row["loss"] for row in run.steps[: first.last_step]) for run in (found[0], first)}
-    if not why and len(losses) == 1:
-        why = "its losses are those of the run itself, so nothing was nudged"
+    its, own = ([(row["loss"], row.get("grad_norm")) for row in run.steps] for run in (found[0], first))
+    if not why and its[: len(own)] == own:
+        why = "its losses and gradient norms are those of the run itself, so nothing was nudged"
     return ([], why) if why else (found, "")
 
 

@@ -134,7 +134,7 @@ def test_seeds_are_two_runs_that_differ_in_their_seed_alone(tmp_path):
     [
         (falling(), {"lr": 0.001}, "optimizer.lr differs from "),
         (falling()[:20], {}, "it ends at step 20 of 100"),
-        (falling(), {}, "its losses are those of the run itself"),
+        (falling(), {}, "its losses and gradient norms are those of the run itself"),
     ],
 )
 def test_what_is_no_floor_is_not_used_as_one(losses, given, why, tmp_path, capsys):
@@ -144,6 +144,15 @@ def test_what_is_no_floor_is_not_used_as_one(losses, given, why, tmp_path, capsy
     note, verdict, *_ = capsys.readouterr().out.splitlines()
     assert "a-nudged is not used as the floor: " + why in note
     assert verdict.endswith("(rounding not measured: --floor)")
+
+
+def test_a_floor_of_few_steps_may_differ_in_its_gradient_norms_alone(tmp_path, capsys):
+    runs = [make_run(tmp_path / name, falling(noise=noise)[:6]) for name, noise in (("a", 0.0), ("b", 1e-6))]
+    nudged(tmp_path / "a", falling()[:6], grad_norm=0.5 + 1e-7)
+    run([*runs, "--out", str(tmp_path / "p.png")])
+    out = capsys.readouterr().out
+    assert "is not used as the floor" not in out
+    assert "rounding not measured" not in out
 
 
 @pytest.mark.parametrize(("age_s", "code"), [(0, 0), (300, 0), (None, 1)])
