@@ -45,7 +45,7 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
     if all(source.is_whole for source in sources.values()):
         has = f"{sum(source.tokens for source in sources.values()):,}: {epochs(epoch(mixture, max(start, steps)))}"
     has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
-    all_steps = f"{table.tokens(steps):,} in {steps:,} steps{_sizes(table, steps)}"
+    all_steps = f"{table.tokens(steps):,} in {steps:,} steps{_sizes_of_steps(table, steps)}"
     used = f", of which a token uses {run.n_active:,}" if run.n_active < run.n_elements else ""
     lines = [
         _line("model", f"{name}, {run.n_elements:,} parameters{used}"),
@@ -62,7 +62,7 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
     return lines
 
 
-def _sizes(table: StageTable, steps: int) -> str:
+def _sizes_of_steps(table: StageTable, steps: int) -> str:
     """Return the tokens of a step, in words; where steps differ, how many there are of each size, past ones too."""
     ends = [*(row.from_step for row in table.rows[1:]), steps]
     rows = [

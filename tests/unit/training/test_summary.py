@@ -10,7 +10,7 @@ from titanlite.config.schema import Config, LRScheduler, Training, Validation
 from titanlite.config.stages import AskedStage
 from titanlite.data.stages import StageRow, StageTable, stage_table
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.training.summary import _jump, _prompt, _sizes, last_lines
+from titanlite.training.summary import _jump, _prompt, _sizes_of_steps, last_lines
 
 
 def test_a_command_that_takes_several_lines_is_one_for_the_shell(tmp_path: Path) -> None:
@@ -59,4 +59,4 @@ def test_the_tokens_of_all_steps_are_the_sum_of_those_of_each_size(
     begins: dict[int, int], steps: int, said: str
 ) -> None:
     rows = [StageRow(step, 0, 0, AskedStage(None, 0, 128, size // 128, 1, {"": 1.0})) for step, size in begins.items()]
-    assert _sizes(StageTable(rows, steps, 128, ()), steps) == said
+    assert _sizes_of_steps(StageTable(rows, steps, 128, ()), steps) == said
