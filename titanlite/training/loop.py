@@ -208,9 +208,15 @@ class Loop:
                 numbers |= self._losses(step)
                 samples = self._samples(step)
             if asked != "model" and average is not None:
+                left: StopAskedError | None = None
                 with average.in_place_of_weights(self.run.model):
-                    numbers |= self._losses(step, "_ema")
-                    samples = samples or self._samples(step)
+                    try:
+                        numbers |= self._losses(step, "_ema")
+                        samples = samples or self._samples(step)
+                    except StopAskedError as stop:  # on all ranks: the weights come back before they are saved
+                        left = stop
+                if left is not None:
+                    raise left
         self.run.model.train()
         self.feed.check.tell()
         self.report.log(step, numbers)

@@ -67,31 +67,36 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert rest.content(10) == undisturbed.content(10)
 
 
-def test_a_signal_in_a_validation_leaves_it_to_the_next_start(desk: Desk, undisturbed: Ended) -> None:
-    """To one rank of two, in the second of two batches: nothing of it is logged, and nothing of the run is lost."""
+@pytest.mark.parametrize(
+    ("flags", "call"),
+    [((), 2), (("--optimizer.ema_decay=0.5", "--validation.weights=both"), 3)],
+    ids=["of the weights", "of their average"],
+)
+def test_a_signal_in_a_validation_leaves_it_to_the_next_start(desk: Desk, flags: tuple[str, ...], call: int) -> None:
+    """To one rank of two, between batches: nothing of the validation is logged, and nothing of the run is lost."""
 
     def plant() -> None:
         take = feed.Feed.measuring
 
         def counted(self: feed.Feed, step: int, what: str) -> None:
             now.append(step)
-            if len(now) == 2 and os.environ["RANK"] == "1":
+            if len(now) == call and os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGTERM)
             take(self, step, what)
 
         now: list[int] = []
         feed.Feed.measuring = counted
 
-    run = desk.run("in a validation", 2, *VALIDATE, plant=plant)
+    name, all_flags = f"in a validation {call}", (*VALIDATE, *flags)
+    run = desk.run(name, 2, *all_flags, plant=plant)
     assert (run.status["state"], run.status["step"], run.checkpoints()) == ("stopped", 4, [4])
     assert not [row for row in run.rows if "validation_loss" in row]
-    rest = desk.run("in a validation", 2, *VALIDATE, "--job.stop_after=10")
-    told = [
-        [(row["step"], row["validation_loss"]) for row in run.rows if "validation_loss" in row]
-        for run in (rest, undisturbed)
-    ]
+    rest = desk.run(name, 2, *all_flags, "--job.stop_after=10")
+    whole = desk.run(f"not {name}", 2, *all_flags, "--job.stop_after=10")
+    measured = "step", "validation_loss", "validation_loss_ema"
+    told = [[[row.get(k) for k in measured] for row in run.rows if measured[1] in row] for run in (rest, whole)]
     assert told[0] == told[1]
-    assert rest.content(10) == undisturbed.content(10)
+    assert rest.content(10) == whole.content(10)
 
 
 def test_a_signal_in_the_last_validation_leaves_it_to_the_next_start(desk: Desk) -> None:
