@@ -174,9 +174,9 @@ def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Pro
     # Also patterns of common endings and beginnings: "*attention_norm.weight", "*norm.weight", "*weight"; "layers.*".
     ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
     begins = dict.fromkeys(name[: dot.start()] + ".*" for name in names for dot in re.finditer(r"(?<!\*)\.", name))
-    near = nearest(
-        pattern, [*names, *ends, *([] if re.search(r"\d", pattern) else begins)]
-    )  # of all blocks, not of one
+    if re.search(r"\d", pattern):  # it names a block, and beginnings stand for all blocks
+        begins = {}
+    near = nearest(pattern, [*names, *ends, *begins])
     want = f"a pattern that matches a parameter: {', '.join(names[:4])}, …"
     problems.add(key, show(pattern), want, f"did you mean {show(near)}?" if near else "remove it")
 
