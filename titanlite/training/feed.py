@@ -81,23 +81,24 @@ class Feed:
             StopAskedError: on every rank, if any is asked to stop. The measurement is to be made again.
         """
         self.watchdog.progress(step, what)
-        if not self.saves:
-            return
-        asked = torch.tensor(int(self.stops()))
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if asked:
+        if self.saves and _on_any(self.stops()):
             raise StopAskedError
 
     def _one_lacks(self, lacks: bool) -> bool:
         """Return whether a rank of `context`, or this rank, lacks a batch: then all ranks of `context` use padding."""
         if self.context is None:
             return lacks
-        of_any = torch.tensor(int(lacks))
         with span(DATA_WAIT):
-            dist.all_reduce(of_any, dist.ReduceOp.MAX, self.context.get_group())
-        return bool(of_any)
+            return _on_any(lacks, self.context.get_group())
 
     def _while_waiting(self, seconds: float) -> None:
         if self.asks_to_stop or self.wait.others_stop():
             raise StopAskedError
         self.wait.wait(seconds, lambda: self.watchdog.progress(self.batches.step + 1, "data"))
+
+
+def _on_any(is_so: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether something is so on any rank of a group; None: of the run. Collective."""
+    of_any = torch.tensor(int(is_so))
+    dist.all_reduce(of_any, dist.ReduceOp.MAX, group)
+    return bool(of_any)
